@@ -17,10 +17,10 @@ from paths import CHECKPOINTS
 
 import onward
 from onward.checkpoint import Checkpoint
-from onward.checkpoint.deepspeed import scheduler_of
 from onward.checkpoint.formats.deepspeed import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.pickling import Name, Object
+from onward.checkpoint.pytorch.pickle_objects import Name, Object
+from onward.checkpoint.zero import scheduler_of
 from onward.recipe.spec import Spec
 
 RECORDED = CHECKPOINTS / "deepspeed"

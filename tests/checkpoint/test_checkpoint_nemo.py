@@ -21,7 +21,7 @@ from paths import CHECKPOINTS
 import onward
 from onward.checkpoint.formats.lightning import plain
 from onward.checkpoint.pytorch.archive import read_torch_file
-from onward.checkpoint.pytorch.pickling import Name, Object
+from onward.checkpoint.pytorch.pickle_objects import Name, Object
 from onward.configuration import parse_yaml
 
 pytest.importorskip("yaml")

@@ -17,10 +17,10 @@ import pytest
 from paths import CHECKPOINTS
 
 import onward
+from onward.checkpoint.embedded import FACT
 from onward.checkpoint.formats import ort
 from onward.checkpoint.ort.files import IDENTIFIER, data_file, read_ort, write_ort
 from onward.checkpoint.ort.flatbuffers import Number, Numbers, Writer
-from onward.checkpoint.source_checkpoint import FACT
 from onward.engines import start
 from onward.recipe.spec import Spec
 

@@ -14,7 +14,7 @@ import pytest
 from checkpoint_runs import close, exported, net, same_tree, steps, steps_of_onward
 
 import onward
-from onward.checkpoint.pytorch.states import settings_of
+from onward.checkpoint.pytorch.state_dicts import settings_of
 from onward.recipe.optimizers import OPTIMIZERS
 from onward.recipe.spec import Spec
 from onward.vocabulary.optimizers import TORCH_ROWS

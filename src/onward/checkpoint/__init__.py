@@ -1,6 +1,6 @@
 """Checkpoints of other frameworks, as data: what is in them, and nothing of it executed."""
 
-from onward.checkpoint.comparing import Comparison, diff
+from onward.checkpoint.comparison import Comparison, diff
 from onward.checkpoint.exporting import to_checkpoint
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.formats import is_checkpoint, open_checkpoint

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from onward.arguments import checked
+from onward.checkpoint.embedded import embedded_checkpoint
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS, open_either, writable
-from onward.checkpoint.matching import Match, pair_names, with_own_names
-from onward.checkpoint.pytorch.states import advance_counter, advance_state, state_of
-from onward.checkpoint.pytorch.trees import UPDATES
-from onward.checkpoint.source_checkpoint import source_of
+from onward.checkpoint.name_matching import Match, pair_names, with_own_names
+from onward.checkpoint.pytorch.contents import UPDATES
+from onward.checkpoint.pytorch.state_dicts import advance_counter, advance_state, state_of
 from onward.errors import Error, UnknownNameError, UnsupportedError, default_hint, list_names, suggest, warn
 from onward.inspect import describe
 from onward.model import Model
@@ -116,7 +116,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
     run = from_training_model(model, step_of(model))
     # Checkpoints have no words for an optimizer that is a function.
     named = [dataclasses.replace(group, optimizer=None) if group.is_function else group for group in run.groups]
-    origin = source_of(model)
+    origin = embedded_checkpoint(model)
     if origin is None:
         order: dict[Any, int] = {name: at for at, name in enumerate(model.graph.initializers)}
         groups = tuple(

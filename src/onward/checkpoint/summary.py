@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from onward.checkpoint.embedded import RECORDS
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.source_checkpoint import RECORDS
 from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
 from onward.run_state.state import OptimizerState, ParameterGroup, RandomState, SchedulerState

@@ -154,12 +154,12 @@ def _was_state(source: Path, to: str) -> bool:
     layers of one.
     """
     import onward
+    from onward.checkpoint.embedded import embedded_checkpoint
     from onward.checkpoint.formats import writable
-    from onward.checkpoint.source_checkpoint import source_of
 
     with working(f"reading {source}", source):
         model = onward.load(str(source))
-        origin = source_of(model) if model.steps and to in writable() else None
+        origin = embedded_checkpoint(model) if model.steps and to in writable() else None
     if origin is None or (to == "keras" and origin.checkpoint.format != to):
         return False
     remark(f"`{source}` was made from a checkpoint and becomes one; for a program, use `--program`")

@@ -20,7 +20,7 @@ from onward.options import PlanOptions
 if TYPE_CHECKING:
     from onward.analysis.blocks import Part
     from onward.checkpoint import Checkpoint, Comparison
-    from onward.checkpoint.comparing import Fact, Pair
+    from onward.checkpoint.comparison import Fact, Pair
 
 
 @command(

@@ -11,10 +11,10 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onward.checkpoint.embedded import embed
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import open_checkpoint
-from onward.checkpoint.matching import Match, match
-from onward.checkpoint.source_checkpoint import keep
+from onward.checkpoint.name_matching import Match, match
 from onward.checkpoint.summary import plain, settings
 from onward.errors import ArgumentError, UnsupportedError, first_line, list_names, warn
 from onward.importing.capture import capture_model
@@ -243,7 +243,7 @@ def apply_plan(plan: Plan) -> Model:
     for name, tensor in plan.slots.items():
         _fill(training, name, tensor, problems)
     problems.refuse()
-    keep(training, plan.checkpoint, plan.match)
+    embed(training, plan.checkpoint, plan.match)
     metadata, epoch = training.step().algorithm.metadata_props, plan.checkpoint.progress.get("epoch")
     progress = {**json.loads(metadata["train.progress"]), "step": plan.run.step}
     metadata["train.progress"] = json.dumps({**progress, **({"epoch": epoch} if epoch is not None else {})})

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import FORMATS, keras
-from onward.checkpoint.matching import TRAINER
-from onward.checkpoint.pytorch.pickling import Object
+from onward.checkpoint.name_matching import TRAINER
+from onward.checkpoint.pytorch.pickle_objects import Object
 from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from onward.checkpoint.comparing import same
+from onward.checkpoint.comparison import same
 from onward.checkpoint.format import Checkpoint, Order
-from onward.checkpoint.matching import NOT_PROVEN, TRAINER, Match, Shapes, stored_shapes, with_names
-from onward.checkpoint.pytorch.states import spec_of
+from onward.checkpoint.name_matching import NOT_PROVEN, TRAINER, Match, Shapes, stored_shapes, with_names
+from onward.checkpoint.pytorch.state_dicts import spec_of
 from onward.checkpoint.pytree.optax_states import of_adamax
 from onward.errors import UnsupportedError, list_names
 from onward.inspect import describe

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.matching import TRAINER, Match
+from onward.checkpoint.name_matching import TRAINER, Match
 from onward.errors import ArgumentError, UnsupportedError, list_names
 from onward.importing.groups import tells_optimizers, with_state
 from onward.inspect import describe

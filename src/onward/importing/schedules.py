@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.matching import Match
+from onward.checkpoint.name_matching import Match
 from onward.errors import ArgumentError, UnsupportedError
 from onward.inspect.formatting import quantity
 from onward.options import MissingOptions

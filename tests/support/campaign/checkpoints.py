@@ -36,8 +36,8 @@ from campaign.mutations import (
     renumbered,
     resized,
 )
-from onward.checkpoint.source_checkpoint import FACT
-from onward.checkpoint.tf.bundles import make_table, read_table
+from onward.checkpoint.embedded import FACT
+from onward.checkpoint.tf.tensor_bundle import make_table, read_table
 
 _OPCODES = b"".join(
     opcode.encode("latin-1") for opcode in "0123456789:;<=>?@ABCFGIJKLMNPQRSTUVXYZ]^_abcdeghijklopqrstu}"

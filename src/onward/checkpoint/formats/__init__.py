@@ -26,8 +26,8 @@ from onward.checkpoint.formats import (
     tensorflow,
     transformers_trainer,
 )
-from onward.checkpoint.pytorch.pickles import Named, note_names
-from onward.checkpoint.pytorch.trees import is_harmless
+from onward.checkpoint.pytorch.contents import is_harmless
+from onward.checkpoint.pytorch.pickle_reader import Named, note_names
 from onward.errors import Error, InvalidModelError, UnsupportedError, default_hint
 from onward.model import Model, load
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.states import optimizer_state
-from onward.checkpoint.pytorch.trees import hugging_face_folder, torch_files, write_again
+from onward.checkpoint.pytorch.contents import hugging_face_folder, torch_files, write_again
+from onward.checkpoint.pytorch.state_dicts import optimizer_state
 from onward.checkpoint.safetensors_files import MODEL, write_safetensors
 
 _STATES = "random_states_"

@@ -12,10 +12,10 @@ import numpy as np
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import TYPES, Appending, read_torch_file, type_name, write_torch_archive
-from onward.checkpoint.pytorch.pickles import read_pickle
-from onward.checkpoint.pytorch.pickling import Name, Object, write_pickle
-from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
-from onward.checkpoint.pytorch.trees import checkpoint_of, has, progress_of
+from onward.checkpoint.pytorch.contents import checkpoint_of, has, progress_of
+from onward.checkpoint.pytorch.pickle_objects import Name, Object, write_pickle
+from onward.checkpoint.pytorch.pickle_reader import read_pickle
+from onward.checkpoint.pytorch.state_dicts import module_state, optimizer_state, up_to_date
 from onward.checkpoint.pytree import nest
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name, regular

@@ -8,11 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onward.checkpoint.deepspeed import (
+from onward.checkpoint.format import Checkpoint, Format
+from onward.checkpoint.formats import transformers_trainer as trainer
+from onward.checkpoint.pytorch.archive import read_torch_file
+from onward.checkpoint.pytorch.contents import contents_of, executed_names, mapping, progress_of
+from onward.checkpoint.pytorch.pickle_objects import Attributed, Object
+from onward.checkpoint.pytorch.state_dicts import optimizer_of, without_copies
+from onward.checkpoint.zero import (
     COMMON,
-    Kept,
     Line,
     Shapes,
+    ZeroState,
     across,
     named_groups,
     partitioned_groups,
@@ -22,12 +28,6 @@ from onward.checkpoint.deepspeed import (
     scheduler_of,
     write_universal,
 )
-from onward.checkpoint.format import Checkpoint, Format
-from onward.checkpoint.formats import transformers_trainer as trainer
-from onward.checkpoint.pytorch.archive import read_torch_file
-from onward.checkpoint.pytorch.pickling import Attributed, Object
-from onward.checkpoint.pytorch.states import optimizer_of, without_copies
-from onward.checkpoint.pytorch.trees import contents_of, executed_names, mapping, progress_of
 from onward.errors import UnsupportedError
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name
 from onward.recipe.spec import Spec
@@ -184,7 +184,7 @@ _OWN = (*_LARGE, "ds_config", "lr_scheduler")
 """Entries of the state of a model that DeepSpeed owns; others may be of the program."""
 
 
-def _read_state(saved: _Saved) -> Kept:
+def _read_state(saved: _Saved) -> ZeroState:
     shapes = _shapes(saved.models[0].get("param_shapes"))
     if saved.is_universal:
         common, universal = read_universal(saved.folder, shapes)
@@ -206,7 +206,9 @@ def _read_state(saved: _Saved) -> Kept:
                 hint='load it in DeepSpeed and save it with `"elastic_checkpoint": false`',
             )
         slots = partitioned_groups(shapes, saved.parts, first.get("param_alignment_paddings"))
-    return Kept(named_groups(state["param_groups"], shapes), slots, first.get("clip_grad"), first.get("loss_scaler"))
+    return ZeroState(
+        named_groups(state["param_groups"], shapes), slots, first.get("clip_grad"), first.get("loss_scaler")
+    )
 
 
 def _shapes(groups: Any) -> list[Shapes]:
@@ -245,7 +247,7 @@ def _tensors(saved: _Saved, slots: Mapping[Any, Mapping[str, Any]]) -> dict[str,
 
 
 def _optimizer(
-    state: Kept, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: float | None
+    state: ZeroState, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: float | None
 ) -> OptimizerState | None:
     if not state.groups:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytree import KEY, leaves, without_lists
-from onward.checkpoint.pytree.messages import begins_a_tree, read_messages, write_messages
+from onward.checkpoint.pytree.flax_msgpack import begins_a_tree, read_messages, write_messages
 from onward.checkpoint.pytree.train_states import checkpoint_of_tree, meaning_of, tree_of
 from onward.errors import UnsupportedError, list_names, warn
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.format import Checkpoint, Format
-from onward.checkpoint.pytorch.trees import has
+from onward.checkpoint.pytorch.contents import has
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tf.fitted import Fitted
 from onward.checkpoint.tf.h5 import read_h5, write_h5
+from onward.checkpoint.tf.keras_training import KerasTraining
 from onward.errors import UnsupportedError
 from onward.model.storage.containers import BAD_ZIP, members_of, stored_range
 from onward.model.storage.files import blame_file, regular
@@ -53,14 +53,14 @@ def read(path: Path) -> Checkpoint:
             f"`{path}` is of Keras before version 3, or not of Keras",
             hint='load it with Keras, and save it again: `model.save("model.keras")`',
         )
-    facts = Fitted(groups, None).facts()
+    facts = KerasTraining(groups, None).facts()
     return Checkpoint(path=path, format=FORMAT.name, title="Keras, weights", trees={path.name: groups}, **facts)
 
 
 def _read_backup(folder: Path) -> Checkpoint:
     groups = read_h5(folder / _BACKUP)
     progress = read_json(folder / _PROGRESS) if (folder / _PROGRESS).exists() else {}
-    facts = Fitted(groups, None).facts()
+    facts = KerasTraining(groups, None).facts()
     facts["progress"] = {**facts.get("progress", {}), **progress}
     trees = {_BACKUP: groups, **({_PROGRESS: progress} if progress else {})}
     return Checkpoint(
@@ -80,7 +80,7 @@ def _read_archive(path: Path) -> Checkpoint:
     for name, (start, length) in ranges.items():
         if name not in trees:
             trees[name] = StoredTensor(path, start, np.dtype(np.uint8), (length,), (1,))
-    facts = Fitted(groups, config).facts()
+    facts = KerasTraining(groups, config).facts()
     return Checkpoint(
         path=path,
         format=FORMAT.name,
@@ -135,7 +135,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
             hint="`onward convert training.onnx --to keras --program` writes a whole model that computes the same; or "
             "import the .keras file of the model, and write that",
         )
-    groups = Fitted(trees[weights], trees.get(CONFIG)).renew(checkpoint)
+    groups = KerasTraining(trees[weights], trees.get(CONFIG)).renew(checkpoint)
     if CONFIG in trees:
         _write_archive(path, {**trees, _WEIGHTS: groups})
     elif weights == _BACKUP:

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import is_torch_file, mentions, read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.pickling import Object
-from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
-from onward.checkpoint.pytorch.trees import averages_made, checkpoint_of, mapping, progress_of
+from onward.checkpoint.pytorch.contents import averages_made, checkpoint_of, mapping, progress_of
+from onward.checkpoint.pytorch.pickle_objects import Object
+from onward.checkpoint.pytorch.state_dicts import module_state, optimizer_state, up_to_date
 from onward.errors import Error, InvalidModelError
 
 _VERSION = "pytorch-lightning_version"

@@ -9,14 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from onward.checkpoint.deepspeed import numbered_slots
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats.dcp import METADATA, read_tree, write_values
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.pickling import Object
-from onward.checkpoint.pytorch.states import optimizer_of, refuse_unknown_class, settings_now, spec_of, without_copies
-from onward.checkpoint.pytorch.trees import contents_of, executed_names, mapping
+from onward.checkpoint.pytorch.contents import contents_of, executed_names, mapping
+from onward.checkpoint.pytorch.pickle_objects import Object
+from onward.checkpoint.pytorch.state_dicts import (
+    optimizer_of,
+    refuse_unknown_class,
+    settings_now,
+    spec_of,
+    without_copies,
+)
 from onward.checkpoint.safetensors_files import read_json, write_json
+from onward.checkpoint.zero import numbered_slots
 from onward.errors import Error, UnsupportedError, list_names
 from onward.model.storage.files import SENSELESS, blame_file
 from onward.recipe.spec import Spec

@@ -11,8 +11,8 @@ import numpy as np
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import Appending, read_torch_file, write_torch_archive
-from onward.checkpoint.pytorch.states import module_state
-from onward.checkpoint.pytorch.trees import executed_names, mapping
+from onward.checkpoint.pytorch.contents import executed_names, mapping
+from onward.checkpoint.pytorch.state_dicts import module_state
 from onward.configuration import parse_yaml, write_yaml
 from onward.errors import Error, InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular

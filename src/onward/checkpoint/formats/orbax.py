@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
-from onward.checkpoint.pytorch.trees import has
+from onward.checkpoint.pytorch.contents import has
 from onward.checkpoint.pytree import leaves, with_lists
 from onward.checkpoint.pytree.train_states import INFORMATION, checkpoint_of_tree, tree_of
 from onward.checkpoint.pytree.zarr_trees import TREE, read_layout, read_tree, write_tree

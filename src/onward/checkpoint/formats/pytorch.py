@@ -6,8 +6,8 @@ from pathlib import Path
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.states import module_state, optimizer_state, up_to_date
-from onward.checkpoint.pytorch.trees import checkpoint_of, progress_of
+from onward.checkpoint.pytorch.contents import checkpoint_of, progress_of
+from onward.checkpoint.pytorch.state_dicts import module_state, optimizer_state, up_to_date
 
 
 def read(path: Path) -> Checkpoint:

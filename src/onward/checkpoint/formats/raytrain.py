@@ -9,8 +9,8 @@ from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import pytorch
-from onward.checkpoint.matching import with_own_names
-from onward.checkpoint.pytorch.trees import checkpoint_of, has, mapping, progress_of, torch_files, write_again
+from onward.checkpoint.name_matching import with_own_names
+from onward.checkpoint.pytorch.contents import checkpoint_of, has, mapping, progress_of, torch_files, write_again
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from onward.checkpoint.format import Checkpoint, Format
-from onward.checkpoint.pytorch.trees import has, hugging_face_folder
+from onward.checkpoint.pytorch.contents import has, hugging_face_folder
 from onward.checkpoint.safetensors_files import INDEX, read_safetensors, write_safetensors
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.format import Checkpoint, Format
-from onward.checkpoint.tf.bundles import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
-from onward.checkpoint.tf.fitted import in_place_of
-from onward.checkpoint.tf.tracked import SHARED, OptimizerKeys, meaning_of
+from onward.checkpoint.tf.keras_training import in_place_of
+from onward.checkpoint.tf.object_graph import SHARED, OptimizerKeys, meaning_of
+from onward.checkpoint.tf.tensor_bundle import GRAPH, INDEX, Tree, names_in, read_bundle, write_bundle
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import blame_file, regular
 from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RandomState, SchedulerState

@@ -10,9 +10,9 @@ from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.pickling import Object
-from onward.checkpoint.pytorch.states import optimizer_of, optimizer_state, schedule_of
-from onward.checkpoint.pytorch.trees import has, hugging_face_folder, mapping, progress_of, torch_files, write_again
+from onward.checkpoint.pytorch.contents import has, hugging_face_folder, mapping, progress_of, torch_files, write_again
+from onward.checkpoint.pytorch.pickle_objects import Object
+from onward.checkpoint.pytorch.state_dicts import optimizer_of, optimizer_state, schedule_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
 from onward.recipe.spec import Spec
 from onward.run_state.state import SchedulerState

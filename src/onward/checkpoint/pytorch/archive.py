@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.pytorch.pickles import MOST_BYTES, Maker, read_pickle
-from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, Persistent, write_pickle
+from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object, Persistent, write_pickle
+from onward.checkpoint.pytorch.pickle_reader import MOST_BYTES, Maker, read_pickle
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.containers import BAD_ZIP, LOCAL_HEADER, ZIPPED, members_of, read_stored, stored_range
 from onward.model.storage.files import reason, regular

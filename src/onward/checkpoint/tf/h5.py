@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from onward.checkpoint.pytorch.trees import mapping
+from onward.checkpoint.pytorch.contents import mapping
 from onward.errors import UnsupportedError
 from onward.model.storage.containers import Stored
 from onward.model.storage.files import blame_file

@@ -19,8 +19,8 @@ import onnx_ir as ir
 
 from onward.arguments import coerce
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.matching import Match
-from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, WithDefault
+from onward.checkpoint.name_matching import Match
+from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object, WithDefault
 from onward.errors import InvalidModelError, default_hint, warn
 from onward.model import Model
 from onward.model.state import KEPT, with_tags
@@ -43,7 +43,7 @@ _SMALL = 64
 """Largest size in bytes of a tensor that is written into the JSON."""
 
 
-def keep(model: Model, checkpoint: Checkpoint, matched: Match) -> None:
+def embed(model: Model, checkpoint: Checkpoint, matched: Match) -> None:
     """Store a checkpoint in the first step of the training model that was made of it."""
     storage = _TensorNames(model, checkpoint, matched)
     try:
@@ -116,7 +116,7 @@ def _key(tensor: Tensor) -> Any:
     return tensor if isinstance(tensor, StoredTensor) else id(tensor)
 
 
-class Kept(NamedTuple):
+class Embedded(NamedTuple):
     """Checkpoint that a training model was made of."""
 
     checkpoint: Checkpoint
@@ -124,7 +124,7 @@ class Kept(NamedTuple):
     match: Match
 
 
-def source_of(model: Model) -> Kept | None:
+def embedded_checkpoint(model: Model) -> Embedded | None:
     """Return the checkpoint that a training model was made of, or None."""
     text = model.step().algorithm.metadata_props.get(FACT)
     if text is None:
@@ -149,7 +149,7 @@ def source_of(model: Model) -> Kept | None:
         checkpoint = decode(form, tensor_of)
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidModelError("the training model does not hold a valid checkpoint")
-    return Kept(checkpoint, matched)
+    return Embedded(checkpoint, matched)
 
 
 # ---- checkpoints as JSON ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onward.checkpoint.pytorch.pickling import Attributed, Name, Object, WithDefault
+from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object, WithDefault
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file
 

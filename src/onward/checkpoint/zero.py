@@ -20,8 +20,9 @@ import numpy as np
 
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.pickling import Attributed, Name, Object
-from onward.checkpoint.pytorch.states import (
+from onward.checkpoint.pytorch.contents import mapping
+from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object
+from onward.checkpoint.pytorch.state_dicts import (
     is_optimizer_state,
     is_schedule_state,
     module_state,
@@ -29,7 +30,6 @@ from onward.checkpoint.pytorch.states import (
     settings_now,
     state_of,
 )
-from onward.checkpoint.pytorch.trees import mapping
 from onward.errors import UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name
 from onward.run_state.state import COUNT, MASTER, ParameterGroup, SchedulerState
@@ -49,7 +49,7 @@ Slots = dict[Any, dict[str, Any]]
 """By parameter, which stage 0 may number."""
 
 
-class Kept(NamedTuple):
+class ZeroState(NamedTuple):
     """State of an optimizer, in whole tensors."""
 
     groups: list[dict[str, Any]]
@@ -174,15 +174,15 @@ def _partitions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def read_unpartitioned(model: Mapping[str, Any]) -> Kept:
+def read_unpartitioned(model: Mapping[str, Any]) -> ZeroState:
     """Return the state of stage 0: PyTorch's, by number, with float32 copies of weights."""
     stored = mapping(model.get("optimizer"))
     state = stored if is_optimizer_state(stored) else mapping(stored.get("optimizer_state_dict"))
     masters = stored.get("fp32_groups")
     if not is_optimizer_state(state) or (state is not stored and not isinstance(masters, list)):
-        return Kept([], {})
+        return ZeroState([], {})
     slots = numbered_slots(state, masters if state is not stored else None)
-    return Kept([dict(group) for group in state["param_groups"]], slots)
+    return ZeroState([dict(group) for group in state["param_groups"]], slots)
 
 
 def numbered_slots(state: Mapping[str, Any], masters: Iterable[Iterable[Any]] | None) -> Slots:
@@ -205,7 +205,7 @@ _VERSION = "0.19.8"
 """Version of DeepSpeed whose files are written."""
 
 
-def read_universal(folder: Path, shapes: list[Shapes]) -> tuple[Mapping[str, Any], Kept]:
+def read_universal(folder: Path, shapes: list[Shapes]) -> tuple[Mapping[str, Any], ZeroState]:
     """Return the file that all parameters share, and the state of the optimizer."""
     common = mapping(read_torch_file(folder / COMMON))
     inner = mapping(common.get("optimizer_state_dict"))
@@ -221,7 +221,7 @@ def read_universal(folder: Path, shapes: list[Shapes]) -> tuple[Mapping[str, Any
             slots[name] = {MASTER if slot == _WEIGHT else slot: _whole(tree, shape) for slot, tree in trees.items()}
             slots[name] |= with_count({COUNT: count}) if count is not None else {}
     groups = common.get("param_groups") or inner["param_groups"]
-    return common, Kept(named_groups(groups, shapes), slots, common.get("clip_grad"), common.get("loss_scaler"))
+    return common, ZeroState(named_groups(groups, shapes), slots, common.get("clip_grad"), common.get("loss_scaler"))
 
 
 def _whole(tree: Any, shape: tuple[int, ...]) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.pytorch.pickling import Attributed, Name, Object
+from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object
 from onward.errors import UnsupportedError
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec

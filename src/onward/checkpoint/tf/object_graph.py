@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from onward.checkpoint.tf.bundles import GRAPH, Tree, text_of
+from onward.checkpoint.tf.tensor_bundle import GRAPH, Tree, text_of
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file
 from onward.model.storage.wire import numbers, text, texts

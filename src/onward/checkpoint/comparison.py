@@ -17,9 +17,9 @@ from onward.arguments import Range, checked
 from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.formats import open_either
-from onward.checkpoint.matching import TRAINER, pair_names, with_names, with_own_names
-from onward.checkpoint.pytorch.pickling import Object
-from onward.checkpoint.pytorch.states import base_rate
+from onward.checkpoint.name_matching import TRAINER, pair_names, with_names, with_own_names
+from onward.checkpoint.pytorch.pickle_objects import Object
+from onward.checkpoint.pytorch.state_dicts import base_rate
 from onward.errors import UnsupportedError
 from onward.inspect.formatting import quantity
 from onward.model import Model

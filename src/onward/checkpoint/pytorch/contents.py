@@ -12,8 +12,8 @@ import numpy as np
 
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.pickling import Attributed, Name, Object
-from onward.checkpoint.pytorch.states import (
+from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object
+from onward.checkpoint.pytorch.state_dicts import (
     is_optimizer_state,
     is_schedule_state,
     optimizer_of,

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.pytorch.trees import mapping
+from onward.checkpoint.pytorch.contents import mapping
 from onward.checkpoint.tf.h5 import Groups, Variable, variables_of
-from onward.checkpoint.tf.tracked import SHARED
+from onward.checkpoint.tf.object_graph import SHARED
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.recipe.spec import Spec
 from onward.run_state.state import OptimizerState, ParameterGroup, SchedulerState
@@ -170,7 +170,9 @@ def loss_of(compiled: Mapping[str, Any]) -> Any:
 _OUTER, _INNER = "optimizer/vars", "optimizer/inner_optimizer/vars"
 
 
-class Fitted:
+class KerasTraining:
+    """Training of a Keras model: variables, and the roles of its optimizer's variables."""
+
     def __init__(self, groups: Groups, config: Mapping[str, Any] | None):
         self._groups = groups
         self._compiled: Mapping[str, Any] = mapping((config or {}).get("compile_config"))
