@@ -205,10 +205,10 @@ class TestJax:
     def test_optimizers(self):
         import optax
 
-        refused(self.call(optimizer="adam"), UnsupportedError, "'adam' is no optimizer", hint="optax.adam")
+        refused(self.call(optimizer="adam"), UnsupportedError, "'adam' is not an optimizer", hint="optax.adam")
         state = optax.sgd(0.1).init({"weight": np.ones(3)})
         call = self.call(optimizer=optax.adam(0.1), opt_state=state)
-        refused(call, DataError, "does not take the state", hint="`init`")
+        refused(call, DataError, "not a state of this optimizer", hint="optimizer.init")
 
     def test_nothing_learns(self):
         call = self.call(lambda params, batch: batch["x"].sum())

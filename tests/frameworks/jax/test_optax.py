@@ -399,17 +399,17 @@ def refused() -> list[tuple[Any, str]]:
         (o.adam(0.1, eps_root=1e-3), "eps_root=0.001"),
         (o.adam(0.1, mu_dtype="bfloat16"), "mu_dtype=bfloat16"),
         (o.chain(o.zero_nans(), o.clip_by_block_rms(1.0), o.sgd(0.1)), "`zero_nans`, `clip_by_block_rms`"),
-        (o.sgd(lambda count: 0.1 / (count + 1)), "a function that cannot be read"),
+        (o.sgd(lambda count: 0.1 / (count + 1)), "not one of optax"),
         (o.sgd(o.cosine_decay_schedule(0.1, 10, exponent=2.0)), "with an exponent"),
         (o.adamw(0.1, weight_decay=cosine), "`weight_decay` follows a schedule"),
         (o.chain(o.trace(0.9), o.scale(0.1)), "go up the gradient"),
         (o.rmsprop(cosine, eps_in_sqrt=False, momentum=0.9), "momentum of RMSprop"),
-        (o.masked(o.sgd(0.1), is_matrix), "adds their gradients as they are"),
+        (o.masked(o.sgd(0.1), is_matrix), "adds their unchanged gradients"),
         (o.adafactor(0.1, multiply_by_parameter_scale=False), "multiply_by_parameter_scale"),
-        (o.multi_transform({"matrix": o.adam(cosine), "vector": o.sgd(0.1)}, kinds), "different schedules"),
+        (o.multi_transform({"matrix": o.adam(cosine), "vector": o.sgd(0.1)}, kinds), "schedules of groups differ"),
         (
             o.chain(o.clip_by_global_norm(1.0), o.masked(o.set_to_zero(), is_matrix), o.sgd(0.1)),
-            "about other gradients|`set_to_zero`",
+            "not about the gradients|`set_to_zero`",
         ),
         (o.GradientTransformation(lambda params: (), lambda g, state, params=None: (g, state)), "<lambda>"),
         (o.MultiSteps(o.sgd(0.1), 2, use_grad_mean=False), "`MultiSteps` sums"),
@@ -433,7 +433,7 @@ def test_counts_that_differ() -> None:
 
     tx = optax.adam(optax.cosine_decay_schedule(0.1, 10))
     adam, schedule = tx.init(tree())
-    with pytest.raises(UnsupportedError, match="different numbers of updates"):
+    with pytest.raises(UnsupportedError, match="counts of updates in the optimizer differ"):
         read_optimizer(tx, (adam._replace(count=adam.count + 3), schedule), tree())
 
 

@@ -1,4 +1,4 @@
-"""JAX: functions, parameters and optax states as training models, and training models as pure functions."""
+"""JAX functions, parameters and optax states as training models, and back."""
 
 from onward.frameworks.jax.capture import from_jax
 from onward.frameworks.jax.forward import JaxTraining, to_jax

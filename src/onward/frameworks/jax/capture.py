@@ -1,4 +1,4 @@
-"""A training run of JAX, its function, parameters and optimizer of optax, as a training model."""
+"""Training models from JAX: a function, parameters and an optax optimizer."""
 
 from __future__ import annotations
 
@@ -43,18 +43,21 @@ def from_jax(
     statistics: Tree = None,
     probe: bool = True,
 ) -> Model:
-    """The training model that goes on where a run of JAX is.
+    """Return the training model that continues a JAX run.
 
         training = onward.from_jax(loss, params, batch, optimizer=tx, opt_state=state)
 
-    - `function`: without `loss`, the loss itself, `(params, batch) -> scalar`; with `statistics`
-      `(params, statistics, batch) -> (scalar, new statistics)`. With a `loss` of a recipe, such as `"cross_entropy"`,
-      what computes the predictions, `(params, inputs) -> outputs`
-    - `params`: any tree: plain dicts, Flax, Equinox. Parameters are named after their place: `Dense_0/kernel`
-    - `example_inputs`: a batch, by name, whose first axis is free; for predictions the inputs alone
-    - `loss`, `statistics`: see `function`; `statistics` are what it changes beside the parameters, as a tree
-    - `optimizer`, `opt_state`: of optax; without a state the run begins
-    - `probe`: whether both sides make a few steps, which must agree
+    - `function`: without `loss`, the loss, `(params, batch) -> scalar`; with `statistics`,
+      `(params, statistics, batch) -> (scalar, new statistics)`. With a `loss` of a recipe, such
+      as `"cross_entropy"`, the predictions, `(params, inputs) -> outputs`
+    - `params`: any tree: plain dicts, Flax, Equinox. Parameters are named by their path:
+      `Dense_0/kernel`
+    - `example_inputs`: a batch, by name, whose first axis is dynamic; for predictions the
+      inputs only
+    - `loss`: a loss of a recipe for the predictions of `function`
+    - `optimizer`, `opt_state`: of optax; without a state the run starts
+    - `statistics`: a tree of other arrays that `function` changes
+    - `probe`: compare a few steps of both sides (default: True)
     """
     captured = _Captured(function, params, statistics, example_inputs)
     weights = captured.weights
@@ -72,9 +75,9 @@ def from_jax(
         reached = ancestors(model.outputs)[1]
         idle = {name for name, value in model.graph.initializers.items() if value not in reached}
     with parts.collect():
-        found, is_traced = _updates(optimizer, state, weights, idle)
+        optimization, is_traced = _updates(optimizer, state, weights, idle)
     parts.refuse()
-    run = RunState(model=model, loss="value:loss" if loss is None else loss, **found._asdict())
+    run = RunState(model=model, loss="value:loss" if loss is None else loss, **optimization._asdict())
     training = _assemble(run, captured)
     if not probe:
         return training
@@ -89,48 +92,44 @@ def from_jax(
 
 
 def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: set[str]) -> tuple[Optimization, bool]:
-    """The optimizer in the words of a recipe, or else its update as a function; and whether it is that."""
-    if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(weights)):  # which a recipe would update in float32
+    """Return the optimizer of a recipe, or its traced update; and True for a traced one."""
+    if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(weights)):  # a recipe updates them in float32
         traced = trace_optimizer(tx, state, weights, idle)
         return traced._replace(recipe={**traced.recipe, "master_weights": False}), True
     try:
-        found = read_optimizer(tx, state, weights)
+        optimization = read_optimizer(tx, state, weights)
     except UnsupportedError as unread:
         try:
             return trace_optimizer(tx, state, weights, idle), True
         except (UnsupportedError, MismatchError) as error:
-            hints = "; ".join(hint for each in (unread, error) if (hint := each.hint))
+            hints = "; ".join(hint for failure in (unread, error) if (hint := failure.hint))
             raise UnsupportedError(f"{unread.message}; and as a function: {error.message}", hint=hints) from error
-    return _drop_idle(found, idle), False
+    return _drop_idle(optimization, idle), False
 
 
-def _drop_idle(found: Optimization, idle: set[str]) -> Optimization:
+def _drop_idle(optimization: Optimization, idle: set[str]) -> Optimization:
     """Leave out parameters that no result depends on, if their updates are zero."""
     moving = []
-    for group in found.groups:
+    for group in optimization.groups:
         for name in idle.intersection(group.parameters):
             momentum = (f"{name}/momentum_buffer", f"{name}/exp_avg", f"accum/{name}")
-            is_moving = any(found.state[key].any() for key in momentum if key in found.state)
+            is_moving = any(optimization.state[key].any() for key in momentum if key in optimization.state)
             moving += [name] if group.spec.options.get("weight_decay") or is_moving else []
     if moving:
         raise UnsupportedError(
             f"the optimizer changes {', '.join(f'`{name}`' for name in moving)}, on which the function does not depend",
             hint="leave it out of the parameters, or freeze it with `optax.set_to_zero()`",
         )
-    groups = [
-        ParameterGroup(group.optimizer, [name for name in group.parameters if name not in idle])
-        for group in found.groups
-    ]
-    state = {
-        key: array
-        for key, array in found.state.items()
-        if key.rpartition("/")[0] not in idle and key.removeprefix("accum/") not in idle
-    }
-    return found._replace(groups=[group for group in groups if group.parameters], state=state)
+    used = [(group.optimizer, [name for name in group.parameters if name not in idle]) for group in optimization.groups]
+    dropped = {key for key in optimization.state if {key.rpartition("/")[0], key.removeprefix("accum/")} & idle}
+    return optimization._replace(
+        groups=[ParameterGroup(optimizer, names) for optimizer, names in used if names],
+        state={key: array for key, array in optimization.state.items() if key not in dropped},
+    )
 
 
 class _Captured:
-    """A function of JAX and what it is called with."""
+    """Function of JAX with its arguments."""
 
     def __init__(self, function: Callable[..., Any], params: Tree, statistics: Tree, batch: Any):
         self.function, self.params, self.statistics, self.batch = function, params, statistics, batch
@@ -141,11 +140,13 @@ class _Captured:
         self.weights = jax.tree.map(parameter, params)
 
     def __call__(self, weights: Tree, statistics: Tree, batch: Any) -> Any:
-        """The result with other weights in the place of the parameters."""
+        """Call the function with other weights as parameters."""
         params = jax.tree.map(lambda old, new: old if new is None else new, self.params, weights)
         if statistics is None:
             return self.function(params, batch)
-        return self.function(params, jax.tree.map(lambda leaf: leaf, statistics), batch)  # a copy, which may be changed
+        return self.function(
+            params, jax.tree.map(lambda leaf: leaf, statistics), batch
+        )  # a copy, since the function may change it
 
     def model(self, results: list[str] | None) -> Model:
         names = list(named_leaves(self.batch)) if isinstance(self.batch, Mapping) else None
@@ -155,9 +156,9 @@ class _Captured:
         def both(trees: tuple[Tree, Tree], batch: Any) -> Any:
             return self.function(*trees, batch)
 
-        made = export(both, (self.params, self.statistics), self.batch, names=results, input_names=names)
-        places = {name: name.partition("/")[2] or "params" for name in made.graph.initializers}
-        return rename(made, {old: new for old, new in places.items() if old[:2] in ("0/", "1/")})
+        model = export(both, (self.params, self.statistics), self.batch, names=results, input_names=names)
+        plain_names = {name: name.partition("/")[2] or "params" for name in model.graph.initializers}
+        return rename(model, {old: new for old, new in plain_names.items() if old[:2] in ("0/", "1/")})
 
 
 def _assemble(run: RunState, captured: _Captured) -> Model:
@@ -170,12 +171,12 @@ def _assemble(run: RunState, captured: _Captured) -> Model:
 
 
 def _bind(model: Model, name: str) -> None:
-    """Let a step replace a statistic by the output `<name>/next`, and a reset by what it is now."""
+    """Let a step replace a statistic by the output `<name>/next`, and a reset by its value now."""
     step, graph = model.step(), model.graph
     value = graph.initializers[name]
     assert value.const_value is not None
     value.const_value = with_tags(value.const_value, role="statistics")
-    output = next(each for each in graph.outputs if each.name == f"{name}/next")
+    output = next(candidate for candidate in graph.outputs if candidate.name == f"{name}/next")
     graph.outputs.remove(output)
     op = Builder(step.algorithm, opset=model.opset, names=model.names())
     result = op.Identity(output).named(f"{name}/new").like(value)
@@ -190,15 +191,13 @@ def _bind(model: Model, name: str) -> None:
     step.reset[name] = start.name
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
-
+# Errors of JAX where Python asks for the value of an array.
 _DECISIONS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-"""What JAX raises where Python asks for the value of an array."""
 
 
 def check_function(function: Callable[..., Any], weights: Any, statistics: Any, batch: Any) -> None:
@@ -208,8 +207,8 @@ def check_function(function: Callable[..., Any], weights: Any, statistics: Any, 
             jax.eval_shape(function, weights, statistics, batch)
     except _DECISIONS as error:
         raise UnsupportedError(
-            f"the function asks in Python for the values of arrays, and a graph cannot: {first_line(error)}",
-            hint="choose by `jnp.where` or `jax.lax.cond`, repeat by `jax.lax.scan`",
+            f"Python code of the function depends on values of arrays: {first_line(error)}",
+            hint="use `jnp.where`, `jax.lax.cond` or `jax.lax.scan`",
         ) from error
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         shapes = jax.tree.map(lambda leaf: getattr(leaf, "shape", leaf), batch)
@@ -220,10 +219,10 @@ def check_function(function: Callable[..., Any], weights: Any, statistics: Any, 
 
 
 def check_optimizer(optimizer: Any, state: Any, weights: Any) -> None:
-    """Refuse what is no optimizer of optax, and a state that is another's."""
+    """Refuse an object that is not an optax optimizer, and a state of another optimizer."""
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise UnsupportedError(
-            f"{optimizer!r} is no optimizer of optax", hint="give a transformation, such as `optax.adam(1e-3)`"
+            f"{optimizer!r} is not an optimizer of optax", hint="give a transformation, such as `optax.adam(1e-3)`"
         )
     if state is None:
         return
@@ -231,11 +230,11 @@ def check_optimizer(optimizer: Any, state: Any, weights: Any) -> None:
         jax.eval_shape(optimizer.update, weights, state, weights)
     except (AttributeError, ValueError) as error:
         raise DataError(
-            f"the optimizer does not take the state that is given: {first_line(error)}",
-            hint="give what its `init` made, after the updates since; or none for a run that begins",
+            f"`opt_state` is not a state of this optimizer: {first_line(error)}",
+            hint="give the current state of the run, which starts as `optimizer.init(params)`",
         ) from error
     except TypeError as error:
         raise UnsupportedError(
             f"the optimizer cannot be carried: an update takes more than gradients: {first_line(error)}",
-            hint="use one that needs nothing but gradients and parameters",
+            hint="use an optimizer such as `optax.adam(1e-3)`",
         ) from error

@@ -1,7 +1,7 @@
-"""What an optax object is made of: closures, each with the name of the function that made it, and its variables.
+"""Optax objects as closures, each with the name of the function that made it, and its variables.
 
-`walk` goes through chains, masks, partitions and injected hyper-parameters to the transformations that compute
-something, in the order in which they do.
+`walk` visits the transformations behind chains, masks, partitions and injected hyper-parameters, in
+the order in which they compute.
 """
 
 from __future__ import annotations
@@ -22,31 +22,28 @@ Tree = Any
 
 
 class Transformation(NamedTuple):
-    """One transformation of gradients that is no combination of others."""
+    """Transformation of gradients that does not combine others."""
 
-    name: str
-    """The function of optax that makes it; in full if it is not optax's."""
+    name: str  # of the function that makes it; the full name if it is not optax's
     arguments: Mapping[str, Any]
     state: Any
-    params: Tree
-    """The parameters that it sees; those of others are left out."""
+    params: Tree  # the parameters that it transforms
 
 
-Visit = Callable[[Transformation], Any]
-"""Gives the state that is to be in place of the transformation's."""
+Visit = Callable[[Transformation], Any]  # returns the new state of the transformation
 
 
 class ScheduledNumber(float):
-    """A number of `inject_hyperparams` as it is now, which knows the schedule that it comes from."""
+    """Current number of `inject_hyperparams`, with the schedule that it comes from."""
 
     schedule: Callable[[Any], Any]
     factor: float
 
     @classmethod
     def now(cls, value: float, schedule: Callable[[Any], Any], factor: float = 1.0) -> ScheduledNumber:
-        made = cls(value)
-        made.schedule, made.factor = schedule, factor
-        return made
+        number = cls(value)
+        number.schedule, number.factor = schedule, factor
+        return number
 
     def __mul__(self, other: float) -> ScheduledNumber:
         return ScheduledNumber.now(float(self) * other, self.schedule, self.factor * other)
@@ -58,7 +55,7 @@ class ScheduledNumber(float):
 
 
 def origin(function: Callable[..., Any]) -> str:
-    """The function that made this one by closing over its arguments, by its short name if it is optax's or ours."""
+    """Return the function that made a closure, by its short name if it is of optax or Onward."""
     function = inspect.unwrap(function)
     module, name = getattr(function, "__module__", None) or "", getattr(function, "__qualname__", repr(function))
     maker, inner, _ = name.partition(".<locals>")
@@ -67,25 +64,25 @@ def origin(function: Callable[..., Any]) -> str:
 
 
 def free_variables(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a function closes over, but for what was never assigned."""
+    """Return the variables that a function closes over and that are assigned."""
     function = inspect.unwrap(function)
     if not inspect.isfunction(function):
         return {}
-    found = {}
+    variables = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):
-            found[name] = cell.cell_contents
-    return found
+            variables[name] = cell.cell_contents
+    return variables
 
 
 def walk(update: Callable[..., Any], state: Any, params: Tree, visit: Visit) -> Any:
-    """Visit all transformations behind an `update`; return the state with what the visits gave."""
+    """Visit all transformations behind an `update`; return the state that the visits return."""
     maker, free = origin(update), free_variables(update)
     match maker:
         case "with_extra_args_support":
             return walk(free["tx"].update, state, params, visit)
         case "chain":
-            return tuple(walk(each, s, params, visit) for each, s in zip(free["update_fns"], state, strict=True))
+            return tuple(walk(inner, s, params, visit) for inner, s in zip(free["update_fns"], state, strict=True))
         case "named_chain":
             return type(state)((name, walk(tx.update, state[name], params, visit)) for name, tx in free["transforms"])
         case "masked":
@@ -114,12 +111,12 @@ def _walk_masked(mask: Tree, update: Callable[..., Any], state: Any, params: Tre
 
 
 def _numbers_of(free: Mapping[str, Any], state: Any) -> dict[str, float]:
-    """Return injected hyper-parameters as they are in the state."""
+    """Return the current values of injected hyper-parameters."""
     numbers = {name: float(value) for name, value in state.hyperparams.items()}
     for name, schedule in free["sched_hps"].items():
         if not isinstance(schedule, WrappedSchedule):
             raise UnsupportedError(
-                f"`{name}` follows a schedule with a state of its own", hint="use a function of the count of updates"
+                f"`{name}` follows a schedule with its own state", hint="use a function of the count of updates"
             )
         function = schedule.schedule_fn
         numbers[name] = ScheduledNumber.now(float(function(state.hyperparams_states[name].count)), function)
@@ -127,22 +124,21 @@ def _numbers_of(free: Mapping[str, Any], state: Any) -> dict[str, float]:
 
 
 def transformations(tx: Any, state: Any, params: Tree) -> list[Transformation]:
-    """Return all transformations that an optimizer is made of."""
-    found: list[Transformation] = []
+    """Return all transformations of an optimizer."""
+    visited: list[Transformation] = []
 
-    def visit(each: Transformation) -> Any:
-        found.append(each)
-        return each.state
+    def visit(transformation: Transformation) -> Any:
+        visited.append(transformation)
+        return transformation.state
 
     walk(tx.update, state, params, visit)
-    return found
+    return visited
 
 
 def named_leaves(tree: Tree) -> dict[str, Any]:
-    """The leaves of a tree by name, which is their place in it."""
+    """Return the leaves of a tree by their paths."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """The name that the exporter gives to a parameter at this place."""
     return path_of(path) or "params"

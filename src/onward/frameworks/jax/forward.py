@@ -1,4 +1,4 @@
-"""A training model as JAX: pure functions, parameters by name, and an optimizer of optax with its state."""
+"""Training models as JAX: pure functions, parameters by name, and an optax optimizer."""
 
 from __future__ import annotations
 
@@ -33,38 +33,39 @@ from onward.transform.training import keep_only
 Arrays = Mapping[str, Any]
 Tree = dict[str, Any]
 
-PARTS = {"parameter": "params", "statistics": "statistics", "rng": "random"}
-"""Roles of a training model's state, and where they are in that of a run."""
+# Roles of the state of a training model -> keys of the state in JAX.
+KEYS = {"parameter": "params", "statistics": "statistics", "rng": "random"}
 
 
 class JaxTraining(NamedTuple):
-    """A training run of JAX. All functions are pure: they can be compiled, mapped and differentiated."""
+    """Training run in JAX. All functions are pure: JAX can compile, map and differentiate them."""
 
     step: Callable[[Tree, Arrays], tuple[Tree, dict[str, Any]]]
     """(state, batch) -> (new state, metrics)"""
     state: Tree
     """`params`, `statistics`, `random` (the key of dropout), `opt_state`, `step`, and `ema` if there is one."""
     apply: Callable[[Tree, Arrays], dict[str, Any]]
-    """(state, inputs) -> outputs of the model, as inference computes them"""
+    """(state, inputs) -> outputs of the model, in inference mode"""
     loss: Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]
-    """(params, state, batch) -> (loss, (metrics, what the forward pass changes of the state))"""
+    """(params, state, batch) -> (loss, (metrics, changes of the state by the forward pass))"""
     tx: optax.GradientTransformation
     training: Callable[[Tree], Model]
-    """state -> the training model that goes on from there"""
+    """state -> the training model that continues from it"""
 
 
 @checked(types=False)
 def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> JaxTraining:
-    """The run that a training model holds as functions of JAX.
+    """Return the run of a training model as functions of JAX.
 
         step, state = onward.to_jax("training.onnx")[:2]
         state, metrics = step(state, batch)
 
-    Gradients are JAX's own. The optimizer is a chain of optax's where that computes the same, else ours.
+    JAX computes the gradients. The optimizer is a chain of optax if that computes the same, else a
+    transformation of Onward.
 
     - `training`: a training model
-    - `step`: which one, of a training model with several
-    - `probe`: make a few updates on both sides, and compare
+    - `step`: index of the step, for a training model with several
+    - `probe`: compare a few updates of both sides (default: True)
     """
     parts = TrainingParts(of_one_opset(load(training)), step)
     run = parts.run
@@ -80,25 +81,19 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
             params = optax.apply_updates(state["params"], updates)
             count = opt_state.gradient_step if isinstance(opt_state, optax.MultiStepsState) else state["step"] + 1
             new = {**state, **changed, "params": params, "opt_state": opt_state, "step": count}
-            return _average(new, state, run), metrics
+            if "ema" in new:  # averages follow the parameters only where they were updated
+                decay, updated = float(run.recipe["ema"]), new["step"] > state["step"]
+                new["ema"] = {
+                    name: jnp.where(updated, past * decay + params[name] * (1 - decay), past)
+                    for name, past in state["ema"].items()
+                }
+            return new, metrics
 
     return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
 
 
-def _average(new: Tree, old: Tree, run: RunState) -> Tree:
-    """The averages of the parameters follow them where there was an update."""
-    if "ema" not in new:
-        return new
-    decay, happened = float(run.recipe["ema"]), new["step"] > old["step"]
-
-    def average(name: str, past: Any) -> Any:
-        return jnp.where(happened, past * decay + new["params"][name] * (1 - decay), past)
-
-    return {**new, "ema": {name: average(name, past) for name, past in old["ema"].items()}}
-
-
 def _check_rounding(run: RunState) -> None:
-    """Refuse updates in 16 bits that round where PyTorch does, and optax does not."""
+    """Refuse 16-bit updates that round as PyTorch does, and optax does not."""
     types = {name: value.dtype for name, value in run.model.graph.initializers.items()}
     clip = {"variant": "torch", **(run.clip or {"value": None})}
     clips = "value" not in clip and clip["variant"] == "torch" and {types[name] for name in run.parameters} <= {*HALVES}
@@ -112,7 +107,7 @@ def _check_rounding(run: RunState) -> None:
 
 
 class TrainingParts:
-    """What of a training model is what in JAX."""
+    """Parts of a training model for JAX."""
 
     def __init__(self, model: Model, asked: int | None = None):
         model = adopt(model)
@@ -120,7 +115,7 @@ class TrainingParts:
         self.model, self.index, self._states = model, index, states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
         strange = [s.name for s in self._states if s.role in ("master", "state")]
-        strange += [s.name for s in carried_state(model, index)[len(self._states) :]]  # which other steps change
+        strange += [s.name for s in carried_state(model, index)[len(self._states) :]]  # of other steps
         if strange:
             raise UnsupportedError(
                 f"the training model has state that optax has no place for: {', '.join(strange)}",
@@ -130,13 +125,13 @@ class TrainingParts:
         _check_rounding(self.run)
 
     def arrays(self, role: str) -> dict[str, jax.Array]:
-        """State of a role by name, or by the parameter that an average is of. No two arrays share memory."""
-        found = [state for state in self._states if state.role == role]
-        names = [state.parameter or state.name if role == "ema" else state.name for state in found]
-        return {name: self.framework.tensor(state.array) for name, state in zip(names, found, strict=True)}
+        """Return the state of a role by name; averages by parameter. No two arrays share memory."""
+        slots = [state for state in self._states if state.role == role]
+        names = [state.parameter or state.name if role == "ema" else state.name for state in slots]
+        return {name: self.framework.tensor(state.array) for name, state in zip(names, slots, strict=True)}
 
     def state(self) -> tuple[Tree, optax.GradientTransformation]:
-        """Where the run is, and its optimizer."""
+        """Return the state of the run, and its optimizer."""
         with self.framework.active():
             params = self.arrays("parameter")
             tx, opt_state = make_optimizer(self.run, params)
@@ -150,38 +145,37 @@ class TrainingParts:
             return (state | {"ema": self.arrays("ema")} if "ema" in self.run.recipe else state), tx
 
     def forward(self) -> tuple[Model, Contract]:
-        """The forward pass of training as a model, and what its inputs and outputs are."""
+        """Return the forward pass of training, and its contract."""
         lowered = lower_for_framework(self.model, self.index, "gradients")
         contract = contract_of(lowered)
         keep_only(lowered, [value for value in lowered.outputs if value.name not in contract.gradients])
         return lowered, contract
 
     def inference(self) -> Model:
-        """The model as it predicts, with what is trained among its inputs."""
+        """Return the model in inference mode, with its parameters and statistics as inputs."""
         inference = inline(self.run.model)
         open_initializers(inference.graph, [s.name for s in self._states if s.role in ("parameter", "statistics")])
         return inference
 
     @property
     def kinds(self) -> dict[str, str]:
-        """By name: which part of the state has it."""
-        return {s.name: PARTS[s.role] for s in self._states if s.role in PARTS}
+        """Key of the state in JAX, by name."""
+        return {s.name: KEYS[s.role] for s in self._states if s.role in KEYS}
 
     def loss(self) -> Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]:
-        """The forward pass of training."""
         lowered, contract = self.forward()
         loss_name = contract.loss
         assert loss_name is not None
-        types, kinds = types_of(lowered), self.kinds
+        types, keys = types_of(lowered), self.kinds
         execute = interpreter(lowered, self.framework)
 
         def loss(params: Arrays, state: Tree, batch: Arrays) -> tuple[Any, tuple[dict[str, Any], Tree]]:
             with self.framework.active():
-                known = {**batch, **state["statistics"], **state["random"], **params, STEP: state["step"]}
-                results = execute({name: jnp.asarray(known[name], dtype) for name, dtype in types.items()})
-                changed: Tree = {kind: dict(state[kind]) for kind in ("statistics", "random")}
+                feeds = {**batch, **state["statistics"], **state["random"], **params, STEP: state["step"]}
+                results = execute({name: jnp.asarray(feeds[name], dtype) for name, dtype in types.items()})
+                changed: Tree = {key: dict(state[key]) for key in ("statistics", "random")}
                 for name, output in contract.update.items():
-                    changed[kinds[name]][name] = results[output]
+                    changed[keys[name]][name] = results[output]
                 value = results[loss_name]
                 metrics = {name: results[name] for name in contract.metrics if name != loss_name}
                 return value, ({"loss": value, **metrics}, changed)
@@ -195,23 +189,23 @@ class TrainingParts:
 
         def apply(state: Tree, inputs: Arrays) -> dict[str, Any]:
             with self.framework.active():
-                known = {**inputs, **state["statistics"], **state["params"]}
-                return execute({name: jnp.asarray(known[name], dtype) for name, dtype in types.items()})
+                feeds = {**inputs, **state["statistics"], **state["params"]}
+                return execute({name: jnp.asarray(feeds[name], dtype) for name, dtype in types.items()})
 
         return apply
 
     def training(self, state: Tree, tx: optax.GradientTransformation) -> Model:
-        """The training model with other numbers."""
-        made = self.model.copy()
-        found = read_optimizer(tx, state["opt_state"], state["params"])
+        """Return the training model with this state."""
+        model = self.model.copy()
+        optimization = read_optimizer(tx, state["opt_state"], state["params"])
         averages = {f"ema/{name}": array for name, array in state.get("ema", {}).items()}
         if averages:
-            before = made.array("ema/n_averaged", self.index)
+            before = model.array("ema/n_averaged", self.index)
             averages["ema/n_averaged"] = before + int(state["step"]) - self.run.step
-        numbers = {**state["params"], **state["statistics"], **state["random"], **averages, **found.state}
+        numbers = {**state["params"], **state["statistics"], **state["random"], **averages, **optimization.state}
         for name, array in {**numbers, STEP: state["step"]}.items():
-            made.set(name, np.asarray(array), self.index)
-        return made
+            model.set(name, np.asarray(array), self.index)
+        return model
 
 
 def types_of(model: Model) -> dict[str, np.dtype]:

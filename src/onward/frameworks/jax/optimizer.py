@@ -1,6 +1,7 @@
-"""optax as optimizers of a recipe, with state, and back.
+"""Optimizers of optax with their state, from and to those of a recipe.
 
-Optimizers of a recipe are optax's own transformations where these compute the same, else ours (see updates.py).
+An optimizer of a recipe becomes a chain of optax if that computes the same, else a transformation
+of updates.py.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from onward.frameworks.jax.recognition import Recognized, number, recognize
 from onward.frameworks.jax.schedule import make_schedule, read_schedule
 from onward.frameworks.jax.updates import OBJECTS, Rate
 from onward.recipe.optimizers import FunctionOptimizer, configure
-from onward.recipe.optimizers.groups import Given
 from onward.recipe.spec import Spec
 from onward.run_state.state import ParameterGroup, RunState
 from onward.vocabulary.optax import reduced_axis, scale_rates
@@ -39,13 +39,12 @@ from onward.vocabulary.rows import OptaxCall, row_for
 Arrays = dict[str, np.ndarray]
 
 _CLIPS = ("clip", "clip_by_global_norm", "exact_clip")
-_OF_GROUPS = "group"
-"""How the names of state begin that belongs to no parameter."""
+_OF_GROUPS = "group"  # prefix of state that belongs to no parameter
 _CHANGE_NOTHING = ("identity", "inject_hyperparams", "scale", "scale_by_schedule", *_CLIPS)
 
 
 class Optimization(NamedTuple):
-    """What a `RunState` says about updates."""
+    """Fields of a `RunState` about updates."""
 
     groups: list[ParameterGroup]
     state: Arrays
@@ -56,14 +55,14 @@ class Optimization(NamedTuple):
 
 
 def read_optimizer(tx: Any, opt_state: Any, params: Tree) -> Optimization:
-    """Return the optimizers of a recipe for a transformation of optax, with the state of a training model.
+    """Return the optimizers of a recipe for an optax transformation, with the state of a training
+    model.
 
-    Parameters are named after their place in the tree: `encoder/layers/0/kernel`.
+    Parameters are named by their path in the tree: `encoder/layers/0/kernel`.
     """
     tx, opt_state, recipe, state, steps = _accumulation(tx, opt_state)
-    found = transformations(tx, opt_state, params)
-    seen = [named_leaves(t.params).keys() for t in found]
-    chains = {name: [t for t, names in zip(found, seen, strict=True) if name in names] for name in named_leaves(params)}
+    all_transformations = [(t, named_leaves(t.params).keys()) for t in transformations(tx, opt_state, params)]
+    chains = {name: [t for t, names in all_transformations if name in names] for name in named_leaves(params)}
     acting = {name: [t.name for t in chain if t.name not in _CHANGE_NOTHING] for name, chain in chains.items()}
     trained = {name: chain for name, chain in chains.items() if acting[name][-1:] != ["set_to_zero"]}
     if not trained:
@@ -72,41 +71,42 @@ def read_optimizer(tx: Any, opt_state: Any, params: Tree) -> Optimization:
     recognized, clip = _recognize_each(trained, problems)
     rates = _rates(recognized, problems)
     if problems:
-        names = (f"`{t.name}`" for t in found if t.name not in ("identity", "inject_hyperparams"))
+        names = (f"`{t.name}`" for t, _ in all_transformations if t.name not in ("identity", "inject_hyperparams"))
         messages = dict.fromkeys(error.message for error in problems)
         raise UnsupportedError(
             f"the optimizer ({', '.join(dict.fromkeys(names))}) cannot be carried: {'; '.join(messages)}",
             hint="; ".join(dict.fromkeys(error.hint for error in problems if error.hint)) or None,
         )
-    for t in found:
+    for t, _ in all_transformations:
         state |= read_slots(t)
         injected = getattr(t.state, "hyperparams_states", {}).values()
-        steps += [int(each.count) for each in (t.state, *injected) if "count" in getattr(each, "_fields", ())]
+        steps += [int(s.count) for s in (t.state, *injected) if "count" in getattr(s, "_fields", ())]
     if len(set(steps)) > 1:
         listed = ", ".join(map(str, sorted(set(steps))))
         raise UnsupportedError(
-            f"parts of the optimizer have made different numbers of updates ({listed}), and a training model has one",
+            f"the counts of updates in the optimizer differ ({listed}), and a training model has one",
             hint="start all schedules and moments together",
         )
-    kept = _optimizer_state(state, recognized, {name: rate for name, (rate, _) in rates.items()})
-    members: dict[Any, tuple[Given, list[str]]] = {}
+    state = _optimizer_state(state, recognized, {name: rate for name, (rate, _) in rates.items()})
+    members: dict[Any, tuple[Any, list[str]]] = {}
     for name in trained:
-        made, lr = recognized[name].optimizer, rates[name][0]
-        if isinstance(made, FunctionOptimizer):
-            made = dataclasses.replace(made, lr=lr)
+        optimizer, lr = recognized[name].optimizer, rates[name][0]
+        if isinstance(optimizer, FunctionOptimizer):
+            key: Any = id(optimizer.update)
+            optimizer = dataclasses.replace(optimizer, lr=lr)
         else:
-            made = Spec(made.name, {"lr": lr, **made.without("lr").options})
-        key = id(made.update) if isinstance(made, FunctionOptimizer) else str(made)
-        members.setdefault(key, (made, []))[1].append(name)
+            optimizer = Spec(optimizer.name, {"lr": lr, **optimizer.without("lr").options})
+            key = str(optimizer)
+        members.setdefault(key, (optimizer, []))[1].append(name)
     schedule = next(iter(rates.values()))[1]
-    groups = [ParameterGroup(*each) for each in members.values()]
-    return Optimization(groups, kept, steps[0] if steps else 0, schedule, clip, recipe)
+    groups = [ParameterGroup(*member) for member in members.values()]
+    return Optimization(groups, state, steps[0] if steps else 0, schedule, clip, recipe)
 
 
 def _recognize_each(
     trained: Mapping[str, Sequence[Transformation]], problems: list[UnsupportedError]
 ) -> tuple[dict[str, Recognized], dict[str, Any] | None]:
-    """The optimizer of each parameter, and how all gradients are clipped."""
+    """Return the optimizer of each parameter, and the clipping of all gradients."""
     recognized: dict[str, Recognized] = {}
     clips: dict[str, dict[str, Any] | None] = {}
     for name, chain in trained.items():
@@ -117,17 +117,17 @@ def _recognize_each(
         except UnsupportedError as error:
             problems.append(error)
     if len(clips) > 1:
-        problems.append(UnsupportedError("some gradients are clipped in another way than others, or not at all"))
+        problems.append(UnsupportedError("gradients are clipped in different ways, or some are not clipped"))
     return recognized, next(iter(clips.values()), None)
 
 
 def _accumulation(tx: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any], Arrays, list[int]]:
-    """What is inside `MultiSteps`, if that is around; and what a training model has for it."""
+    """Return the parts inside `MultiSteps`, if there is one, and its options, state and count."""
     steps = tx if isinstance(tx, optax.MultiSteps) else getattr(tx.update, "__self__", None)
     if not isinstance(steps, optax.MultiSteps):
         return tx, opt_state, {}, {}, []
     every, skips = steps._every_k_schedule, steps._should_skip_update_fn
-    if origin(every) != "MultiSteps.__init__" or origin(skips) != "MultiSteps.__init__" or not steps._use_grad_mean:
+    if {origin(every), origin(skips)} != {"MultiSteps.__init__"} or not steps._use_grad_mean:
         raise UnsupportedError(
             "`MultiSteps` sums gradients, or decides at each update how many to accumulate",
             hint="use a number for `every_k_schedule`, and `use_grad_mean=True`",
@@ -144,7 +144,7 @@ def _accumulation(tx: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any], Ar
 def _take_clipping(
     chain: Sequence[Transformation], trained: set[str]
 ) -> tuple[dict[str, Any] | None, Sequence[Transformation]]:
-    """How gradients are clipped before everything else, and the rest."""
+    """Return the clipping before all other transformations, and the others."""
     rest = [t for t in chain if t.name != "identity"]
     if not rest or rest[0].name not in _CLIPS:
         return None, rest
@@ -153,8 +153,8 @@ def _take_clipping(
         return {"value": number(first.arguments, "max_delta")}, rest[1:]
     if named_leaves(first.params).keys() != trained:
         raise UnsupportedError(
-            f"`{name}` is about other gradients than those of what is trained",
-            hint="put it around all groups, and leave what is frozen out of `params`",
+            f"`{name}` is not about the gradients of all trained parameters",
+            hint="put it around all groups, and leave frozen parameters out of `params`",
         )
     if name == "exact_clip":
         arguments = first.arguments
@@ -165,41 +165,33 @@ def _take_clipping(
 def _rates(
     recognized: Mapping[str, Recognized], problems: list[UnsupportedError]
 ) -> dict[str, tuple[float, list[Spec]]]:
-    """The base rate and the schedule of each parameter."""
-    known: dict[Any, tuple[float, list[Spec]]] = {}
-    for rate in {each.rate for each in recognized.values()}:
+    """Return the base rate and the schedules of each parameter."""
+    by_chain_rate: dict[Any, tuple[float, list[Spec]]] = {}
+    for rate in {r.rate for r in recognized.values()}:
         try:
             read = read_schedule(rate.schedule, rate.factor) if rate.schedule else (rate.factor, [])
-            known[rate] = (-read[0], [scale_rates(spec, -1.0) for spec in read[1]])
+            by_chain_rate[rate] = (-read[0], [scale_rates(spec, -1.0) for spec in read[1]])
         except UnsupportedError as error:
             problems.append(error)
-    rates = {name: known[each.rate] for name, each in recognized.items() if each.rate in known}
+    rates = {name: by_chain_rate[r.rate] for name, r in recognized.items() if r.rate in by_chain_rate}
     if any(lr < 0 for lr, _ in rates.values()):
-        problems.append(UnsupportedError("updates go up the gradient, not down"))
+        problems.append(UnsupportedError("the learning rate is negative: updates go up the gradient"))
     if len({str(schedule) for _, schedule in rates.values()}) > 1:
-        problems.append(
-            UnsupportedError("groups have different schedules, and in a recipe they differ only by a factor")
-        )
-    if any(each.needs_constant_rate and rates.get(name, (0, []))[1] for name, each in recognized.items()):
-        problems.append(
-            UnsupportedError(
-                "momentum of RMSprop on this side of a changing learning rate has no counterpart in a recipe"
-            )
-        )
+        problems.append(UnsupportedError("schedules of groups differ by more than a factor, which a recipe cannot say"))
+    if any(r.needs_constant_rate and rates.get(name, (0, []))[1] for name, r in recognized.items()):
+        side = "momentum of RMSprop on this side of a changing learning rate"
+        problems.append(UnsupportedError(f"{side} has no counterpart in a recipe"))
     return rates
 
 
 def _optimizer_state(state: Arrays, recognized: Mapping[str, Recognized], rates: Mapping[str, float]) -> Arrays:
-    """The state of what is trained, with momentum as a recipe has it."""
-    kept = {name: array for name, array in state.items() if name == "micro_step" or name.startswith(_OF_GROUPS)}
-    for name, found in recognized.items():
+    """Return the state of trained parameters, with the momentum of a recipe."""
+    selected = {name: array for name, array in state.items() if name == "micro_step" or name.startswith(_OF_GROUPS)}
+    for name, optimizer in recognized.items():
         for key in (key for key in state if key.rpartition("/")[0] == name or key == f"accum/{name}"):
-            factor = found.buffer_over_trace(rates[name]) if key.endswith("/momentum_buffer") else 1.0
-            kept[key] = state[key] if factor == 1 else (state[key] * factor).astype(state[key].dtype)
-    return kept
-
-
-# ---- to optax --------------------------------------------------------------------------------------------------------
+            factor = optimizer.buffer_over_trace(rates[name]) if key.endswith("/momentum_buffer") else 1.0
+            selected[key] = state[key] if factor == 1 else (state[key] * factor).astype(state[key].dtype)
+    return selected
 
 
 def make_optimizer(run: RunState, params: Mapping[str, Any]) -> tuple[optax.GradientTransformation, Any]:
@@ -208,11 +200,11 @@ def make_optimizer(run: RunState, params: Mapping[str, Any]) -> tuple[optax.Grad
     for group in run.groups:
         spec = group.optimizer
         is_rmsprop = isinstance(spec, Spec) and spec.name == "rmsprop" and spec.options.get("variant") != "torch"
-        if is_rmsprop and is_native(group.spec):  # whose momentum has the rate in it, and so the sign of updates
+        if is_rmsprop and is_native(group.spec):  # the rate, with the sign of updates, is in its momentum
             names = (f"{name}/momentum_buffer" for name in group.parameters)
             slots |= {name: -slots[name] for name in names if name in slots}
     with jax.enable_x64(True):
-        state = walk(tx.update, tx.init(params), params, lambda found: fill_state(found, slots, run.step))
+        state = walk(tx.update, tx.init(params), params, lambda t: fill_state(t, slots, run.step))
         every = int(run.recipe.get("accumulate", 1))
         if every == 1:
             return tx, state
@@ -228,7 +220,7 @@ def make_optimizer(run: RunState, params: Mapping[str, Any]) -> tuple[optax.Grad
 
 
 def is_native(spec: Spec) -> bool:
-    """True if optax itself has this optimizer."""
+    """True if optax has this optimizer."""
     return _native_calls(spec, 1.0) is not None
 
 
@@ -239,68 +231,65 @@ def _native_calls(spec: Spec, rate: Rate) -> list[OptaxCall] | None:
 
 
 def transformation(run: RunState, ox: Any) -> Any:
-    """Return the optimizer of a run, without accumulation, by the functions of `ox`, which make objects or text."""
-    made = []
+    """Return the optimizer of a run, without accumulation, by functions of `ox`."""
+    optimizers = []
     for i, group in enumerate(run.groups):
         rate = make_schedule(run.schedule, group.lr, ox)
         if isinstance(group.optimizer, FunctionOptimizer):
-            made.append(ox.function_optimizer(group.optimizer, f"group{i}", rate))
+            optimizers.append(ox.function_optimizer(group.optimizer, f"group{i}", rate))
         elif (calls := _native_calls(group.spec, rate)) is not None:
-            made.append(ox.chain(*(getattr(ox, name)(**arguments) for name, arguments in calls)))
+            optimizers.append(ox.chain(*(getattr(ox, name)(**arguments) for name, arguments in calls)))
         else:
-            made.append(ox.recipe_optimizer(group, rate))
-    tx = made[0]
-    if len(made) > 1:
+            optimizers.append(ox.recipe_optimizer(group, rate))
+    tx = optimizers[0]
+    if len(optimizers) > 1:
         labels = {name: f"group{i}" for i, group in enumerate(run.groups) for name in group.parameters}
-        tx = ox.partition({f"group{i}": tx for i, tx in enumerate(made)}, labels)
+        tx = ox.partition({f"group{i}": tx for i, tx in enumerate(optimizers)}, labels)
     return ox.chain(_clip(ox, run.clip), tx) if run.clip else tx
 
 
 def _clip(ox: Any, clip: Mapping[str, Any]) -> Any:
     if "value" in clip:
         return ox.clip(clip["value"])
-    kind = "norm" if "norm" in clip else "tensor_norm"
+    norm_of = "norm" if "norm" in clip else "tensor_norm"
     variant = clip.get("variant", "torch")
-    if kind == "norm" and variant != "torch":
+    if norm_of == "norm" and variant != "torch":
         return ox.clip_by_global_norm(clip["norm"])
-    return ox.exact_clip(kind, clip[kind], variant)
+    return ox.exact_clip(norm_of, clip[norm_of], variant)
 
 
-# ---- slots -----------------------------------------------------------------------------------------------------------
+def _fields(t: Transformation) -> Mapping[str, str]:
+    return TRANSFORMATIONS[t.name].slots if t.name in TRANSFORMATIONS else {}
 
 
-def _fields(found: Transformation) -> Mapping[str, str]:
-    return TRANSFORMATIONS[found.name].slots if found.name in TRANSFORMATIONS else {}
-
-
-def read_slots(found: Transformation) -> Arrays:
-    """What a transformation remembers of parameters, as `<parameter>/<slot>`."""
-    if found.name == "joint":
-        return {name: np.asarray(array) for name, array in found.state.state.items()}
-    if found.name == "transformation":
-        trees = found.state.slots
+def read_slots(t: Transformation) -> Arrays:
+    """Return the state of a transformation, as `<parameter>/<slot>`."""
+    if t.name == "joint":
+        return {name: np.asarray(array) for name, array in t.state.state.items()}
+    if t.name == "transformation":
+        trees = t.state.slots
     else:
-        trees = {slot: getattr(found.state, field) for field, slot in _fields(found).items()}
-    params = named_leaves(found.params)
+        trees = {slot: getattr(t.state, field) for field, slot in _fields(t).items()}
+    params = named_leaves(t.params)
     slots: Arrays = {}
     for slot, tree in trees.items():
         for name, leaf in named_leaves(tree).items():
-            array = _with_axis(np.asarray(leaf), found, slot, params[name].shape)
+            array = _with_axis(np.asarray(leaf), t, slot, params[name].shape)
             slots |= {} if array is None else {f"{name}/{slot}": array}
     return slots
 
 
-def fill_state(found: Transformation, slots: Mapping[str, np.ndarray], step: int) -> Any:
-    """The state of a transformation, with our slots in it, after so many updates."""
-    state = found.state
+def fill_state(t: Transformation, slots: Mapping[str, np.ndarray], step: int) -> Any:
+    """Return the state of a transformation with our slots, after `step` updates."""
+    state = t.state
     if "count" in getattr(state, "_fields", ()):
         state = state._replace(count=jnp.asarray(step, state.count.dtype))
-    if found.name == "joint":
-        kept = {name: jnp.array(slots.get(name, old), old.dtype) for name, old in state.state.items()}
-        return state._replace(state=kept)
-    if found.name == "transformation":
+    if t.name == "joint":
+        arrays = {name: jnp.array(slots.get(name, old), old.dtype) for name, old in state.state.items()}
+        return state._replace(state=arrays)
+    if t.name == "transformation":
         return state._replace(slots={slot: _with(tree, slot, slots) for slot, tree in state.slots.items()})
-    for field, slot in _fields(found).items():
+    for field, slot in _fields(t).items():
         state = state._replace(**{field: _with(getattr(state, field), slot, slots)})
     return state
 
@@ -313,15 +302,12 @@ def _with(tree: Any, slot: str, slots: Mapping[str, np.ndarray]) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def _with_axis(array: np.ndarray, found: Transformation, slot: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return what is kept of a parameter, with the axis that a factor of Adafactor lacks.
-
-    None is for a zero that means nothing.
-    """
-    if found.name != "scale_by_factored_rms":
+def _with_axis(array: np.ndarray, t: Transformation, slot: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Return a slot with the axis that a factor of Adafactor lacks; None for an unused slot."""
+    if t.name != "scale_by_factored_rms":
         return array
-    least = found.arguments["min_dim_size_to_factor"]
-    is_factored = bool(found.arguments["factored"]) and len(shape) > 1 and sorted(shape)[-2] >= least
+    least = t.arguments["min_dim_size_to_factor"]
+    is_factored = bool(t.arguments["factored"]) and len(shape) > 1 and sorted(shape)[-2] >= least
     if is_factored == (slot == "variance"):
         return None
     return np.expand_dims(array, reduced_axis(slot, shape)) if is_factored else array

@@ -1,4 +1,4 @@
-"""JAX and training models side by side: updates of an optimizer, steps of a run, predictions."""
+"""Comparisons of JAX with training models: updates of an optimizer, steps of a run, predictions."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from onward.standard import COMMON_OPSET
 
 
 def try_updates(tx: Any, opt_state: Any, params: Tree, run: RunState) -> None:
-    """Let both make a few updates with the same random gradients, in float64 if they can, and compare."""
+    """Compare updates of both sides with the same random gradients, in float64 if possible."""
     typed = any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         theirs, state = (params, opt_state) if typed else (_double(params), _double(opt_state))
@@ -58,7 +58,7 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: RunState) -> None:
                 run.parameters,
                 optimizer="optax",
                 reference=f"that of {list_names([group.optimizer_name for group in run.groups], 5)}",
-                hint="the optimizer was not understood: please report its transformations",
+                hint="please report the transformations of the optimizer",
                 repeats=int(run.recipe.get("accumulate", 1)),
             )
 
@@ -68,13 +68,13 @@ def _arrays(tree: Tree) -> dict[str, np.ndarray]:
 
 
 def _double(tree: Tree) -> Tree:
-    if isinstance(tree, optax.MultiStepsState):  # whose accumulators have a type of their own
+    if isinstance(tree, optax.MultiStepsState):  # whose accumulators keep their type
         return tree._replace(inner_opt_state=_double(tree.inner_opt_state))
     return jax.tree.map(lambda x: jnp.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def _trainer(run: RunState, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:
-    """A training model of the same parameters and optimizers whose gradients are what it is fed."""
+    """Return a training model with these parameters and optimizers, and gradients as inputs."""
     graph = ir.Graph([], [], nodes=[], opset_imports={"": COMMON_OPSET}, name="trial")
     op = Builder(graph, opset=COMMON_OPSET)
     terms = []
@@ -89,15 +89,15 @@ def _trainer(run: RunState, start: dict[str, np.ndarray], inputs: dict[str, str]
     graph.outputs.append(loss.value)
     recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
     fed = dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe)
-    made = to_training_model(fed)
-    for state in states(made):
+    training = to_training_model(fed)
+    for state in states(training):
         if state.role != "parameter" and state.name in run.state:
-            made.set(state.name, np.asarray(run.state[state.name]).astype(state.array.dtype))
-    return made
+            training.set(state.name, np.asarray(run.state[state.name]).astype(state.array.dtype))
+    return training
 
 
 def probe_steps(training: Model, captured: Any, tx: optax.GradientTransformation, opt_state: Any) -> None:
-    """Make three steps on both sides, and compare; `captured` is what `from_jax` was called with."""
+    """Compare three steps of both sides; `captured` has the arguments of `from_jax`."""
     types = {value.name: value.dtype.numpy() for value in training.inputs if value.dtype}
     batch = {name: data_of(jnp.asarray(x)).astype(types[name]) for name, x in named_leaves(captured.batch).items()}
     sides = [captured.weights, captured.statistics, opt_state]

@@ -1,10 +1,11 @@
-"""Which optimizer of a recipe a chain of optax's transformations is.
+"""Recognition of optimizers of a recipe in chains of optax transformations.
 
-Beside clipping, which comes before, all chains that a recipe can say have the form
+Besides clipping, which comes first, all chains of a recipe have the form
 
     weight decay, direction, momentum, weight decay, trust ratio, rate, momentum
 
-of which most are missing in each. Weight decay before the direction is part of the gradient; after it, it is decoupled.
+with most of these missing. Weight decay before the direction is part of the gradient; after it, it
+is decoupled.
 """
 
 from __future__ import annotations
@@ -22,28 +23,27 @@ from onward.vocabulary.optimizers import TRANSFORMATIONS
 
 
 class ChainRate(NamedTuple):
-    """A constant factor, times what a schedule says if there is one."""
+    """Constant factor, times a schedule if there is one."""
 
     factor: float
     schedule: Callable[[Any], Any] | None = None
 
 
 class Recognized(NamedTuple):
-    """An optimizer without its learning rate, and that rate."""
+    """Optimizer without its learning rate, and that rate."""
 
     optimizer: Given
     rate: ChainRate
-    buffer_over_trace: Callable[[float], float] = lambda lr: 1.0
-    """What our momentum buffer is, as a multiple of optax's trace."""
+    buffer_over_trace: Callable[[float], float] = lambda lr: 1.0  # our momentum buffer / the trace of optax
     needs_constant_rate: bool = False
 
 
 def recognize(chain: Sequence[Transformation]) -> Recognized:
-    """The optimizer, or an error that names what is not understood."""
+    """Return the optimizer; raise an error that names the unknown transformations."""
     tokens = _Tokens(chain)
     if not tokens:
         raise UnsupportedError(
-            "to some parameters, which no transformation is for, optax adds their gradients as they are",
+            "some parameters have no transformation: optax adds their unchanged gradients",
             hint="freeze them with `optax.set_to_zero()`, as a group of `optax.partition`",
         )
     if any(t.name == "scale_by_factored_rms" for t in chain):
@@ -62,9 +62,10 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
     name, options = _direction(direction) if direction else ("sgd", {"variant": "optax"})
     if trust:
         if name != "adam":
-            what = f"`scale_by_trust_ratio` after {name}"
-            raise UnsupportedError(f"{what} has no counterpart in a recipe, only after Adam")
-        name, options = "lamb", {**options, **_numbers(trust.name, trust.arguments), "weight_decay": 0.0}
+            raise UnsupportedError(
+                f"`scale_by_trust_ratio` after {name} has no counterpart in a recipe, only after Adam"
+            )
+        name, options = "lamb", {**options, **_numbers(trust), "weight_decay": 0.0}
     options |= _decay(name, options, coupled, decoupled)
     spec = Spec(_WITH_DECAY[name] if decoupled and name in _WITH_DECAY else name, options)
     return _with_momentum(spec, rate, inner, outer)
@@ -81,18 +82,18 @@ class _Tokens:
         return self._left.pop(0) if self._left and self._left[0].name in names else None
 
     def decay(self) -> float:
-        found = self.take("add_decayed_weights")
-        return float(_numbers(found.name, found.arguments)["weight_decay"]) if found else 0.0
+        transformation = self.take("add_decayed_weights")
+        return float(_numbers(transformation)["weight_decay"]) if transformation else 0.0
 
     def momentum(self) -> dict[str, Any] | None:
-        found = self.take("trace")
-        numbers = _numbers(found.name, found.arguments) if found else None
+        trace = self.take("trace")
+        numbers = _numbers(trace) if trace else None
         return {**numbers, "nesterov": bool(numbers["nesterov"])} if numbers else None
 
     def rate(self) -> ChainRate:
         factor, schedule = 1.0, None
-        while found := self.take("scale", "scale_by_schedule"):
-            more = _rate(found)
+        while scale := self.take("scale", "scale_by_schedule"):
+            more = _rate(scale)
             if schedule and more.schedule:
                 raise UnsupportedError("the learning rate is the product of two schedules")
             factor, schedule = factor * more.factor, schedule or more.schedule
@@ -105,11 +106,11 @@ class _Tokens:
             raise UnsupportedError(f"{names} at this place of the chain has no counterpart in a recipe")
 
 
-def _rate(found: Transformation) -> ChainRate:
-    if found.name == "scale":
-        size = found.arguments["step_size"]
+def _rate(scale: Transformation) -> ChainRate:
+    if scale.name == "scale":
+        size = scale.arguments["step_size"]
         return ChainRate(size.factor, size.schedule) if isinstance(size, ScheduledNumber) else ChainRate(float(size))
-    function = found.arguments["step_size_fn"]
+    function = scale.arguments["step_size_fn"]
     if origin(function) == "scale_by_learning_rate":
         free = free_variables(function)
         return ChainRate(float(free["m"]), free["learning_rate"])
@@ -123,34 +124,32 @@ def number(arguments: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-# ---- directions ------------------------------------------------------------------------------------------------------
-
 _DIRECTIONS = {name for name, row in TRANSFORMATIONS.items() if row.slots} - {"trace", "scale_by_factored_rms"}
 _KNOWN = {*_DIRECTIONS, "add_decayed_weights", "trace", "scale", "scale_by_schedule", "scale_by_trust_ratio"}
 
 
-def _direction(found: Transformation) -> tuple[str, dict[str, Any]]:
+def _direction(transformation: Transformation) -> tuple[str, dict[str, Any]]:
     """Return the name of an optimizer, and its settings."""
-    arguments = dict(found.arguments)
-    if found.name == "scale_by_radam":
+    arguments = dict(transformation.arguments)
+    if transformation.name == "scale_by_radam":
         arguments |= free_variables(arguments["_radam_update"])
-    numbers, row = _numbers(found.name, arguments), row_of(found.name, arguments)
+    numbers, row = _numbers(transformation, arguments), row_of(transformation.name, arguments)
     if row.name == "adagrad" and not numbers["eps"]:
-        raise UnsupportedError("Adagrad with `eps=0` divides by zero in a recipe, where optax has an exception")
+        raise UnsupportedError("Adagrad with `eps=0` divides by zero in a recipe, but not in optax")
     if row.name == "rmsprop":
-        numbers["centered"] = found.name == "scale_by_stddev"
+        numbers["centered"] = transformation.name == "scale_by_stddev"
     options = {"variant": row.variants[0], **numbers}
     always = configure(Spec(row.optimizers[0], options)).decouples
     return row.optimizers[0], {**options, "weight_decay": 0.0} if always else options
 
 
-def _numbers(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a recipe that the arguments of a transformation say."""
-    row = TRANSFORMATIONS[name]
-    for argument, value in row.fixed.items():
-        given = arguments.get(argument, value)
-        if given is not value and given != value:
-            raise UnsupportedError(f"`{argument}={given}` has no counterpart in a recipe, where it is always {value}")
+def _numbers(transformation: Transformation, arguments: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options of a recipe for the arguments of a transformation."""
+    row, arguments = TRANSFORMATIONS[transformation.name], arguments or transformation.arguments
+    for argument, fixed in row.fixed.items():
+        value = arguments.get(argument, fixed)
+        if value is not fixed and value != fixed:
+            raise UnsupportedError(f"`{argument}={value}` has no counterpart in a recipe, where it is always {fixed}")
     return {
         ours.removeprefix("-"): -number(arguments, theirs) if ours[0] == "-" else number(arguments, theirs)
         for theirs, ours in row.settings.items()
@@ -158,14 +157,12 @@ def _numbers(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ---- what is around them ---------------------------------------------------------------------------------------------
-
 _WITH_DECAY = {"sgd": "sgdw", "adam": "adamw"}
 
 
 def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: float) -> dict[str, Any]:
     if coupled and decoupled:
-        raise UnsupportedError("there is weight decay both in the gradient and beside it")
+        raise UnsupportedError("it has both coupled and decoupled weight decay")
     kind, always = optimizer(name), configure(Spec(name, options)).decouples
     if coupled and always:
         raise UnsupportedError(f"weight decay before {name} has no counterpart in a recipe", hint="put it after")
@@ -187,18 +184,16 @@ def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: flo
 def _with_momentum(
     spec: Spec, rate: ChainRate, inner: dict[str, Any] | None, outer: dict[str, Any] | None
 ) -> Recognized:
-    """Momentum has the rate outside its buffer (inner) or inside (outer)."""
+    """Add momentum, with the rate outside its buffer (inner) or inside (outer)."""
     momentum = inner or outer
     if momentum is None:
         return Recognized(spec, rate)
     name, options = spec.name, dict(spec.options)
     if inner and outer:
-        raise UnsupportedError("there is momentum both before and after the learning rate")
+        raise UnsupportedError("it has momentum both before and after the learning rate")
     if name in ("sgd", "sgdw"):
         if outer and options.get("weight_decay"):
-            raise UnsupportedError(
-                "weight decay before a learning rate with momentum after it has no counterpart in a recipe"
-            )
+            raise UnsupportedError("weight decay before a rate with momentum after it has no counterpart in a recipe")
         options |= {**momentum, **({"variant": "keras"} if outer else {})}
         return Recognized(Spec(name, options), rate)
     if name != "rmsprop" or momentum["nesterov"]:
@@ -217,29 +212,27 @@ def _with_momentum(
 
 
 def _adafactor(tokens: _Tokens) -> Recognized:
-    found = tokens.take("scale_by_factored_rms")
+    factored_rms = tokens.take("scale_by_factored_rms")
     clip = tokens.take("clip_by_block_rms")
     rate = tokens.rate()
     scale = tokens.take("scale_by_param_block_rms")
     decay = tokens.decay()
     sign = tokens.rate()
     tokens.finish()
-    if found is None or scale is None or sign != ChainRate(-1.0):
+    if factored_rms is None or scale is None or sign != ChainRate(-1.0):
         raise UnsupportedError("Adafactor without `multiply_by_parameter_scale` has no counterpart in a recipe")
     options: dict[str, Any] = {"variant": "optax", "d": _NEVER, "weight_decay": decay}
-    for each in (found, clip, scale):
-        options |= _numbers(each.name, each.arguments) if each else {}
-    if origin(found.arguments["decay_rate_fn"]) != "optax._src.factorized._decay_rate_pow":
-        raise UnsupportedError("a `decay_rate_fn` of one's own cannot be read")
-    factored = found.arguments["factored"]
+    for transformation in (factored_rms, clip, scale):
+        options |= _numbers(transformation) if transformation else {}
+    if origin(factored_rms.arguments["decay_rate_fn"]) != "optax._src.factorized._decay_rate_pow":
+        raise UnsupportedError("a custom `decay_rate_fn` has no counterpart in a recipe")
+    factored = factored_rms.arguments["factored"]
     options["min_dim_size_to_factor"] = int(options["min_dim_size_to_factor"]) if factored else _NO_AXIS
     return Recognized(Spec("adafactor", options), ChainRate(-rate.factor, rate.schedule))
 
 
-_NEVER = 1e300
-"""A root mean square that no update has."""
-_NO_AXIS = 2**31
-"""Longer than any axis."""
+_NEVER = 1e300  # larger than the root mean square of any update
+_NO_AXIS = 2**31  # longer than any axis
 
 
 def _ours(arguments: Mapping[str, Any]) -> Recognized:

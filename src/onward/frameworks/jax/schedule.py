@@ -1,4 +1,4 @@
-"""Schedules of optax as those of a recipe, and back."""
+"""Schedules of optax: read as those of a recipe, and made from them."""
 
 from __future__ import annotations
 
@@ -45,45 +45,50 @@ def _pieces(function: Schedule) -> Pieces:
     if maker == "join_schedules":
         ends = [*map(float, free["boundaries"]), math.inf]
         pieces: Pieces = []
-        for each, start, end in zip(free["schedules"], [0.0, *ends], ends, strict=False):
-            pieces += [(piece, start + last) for piece, last in clip_pieces(_pieces(each), end - start)]
+        for inner, start, end in zip(free["schedules"], [0.0, *ends], ends, strict=False):
+            pieces += [(piece, start + last) for piece, last in clip_pieces(_pieces(inner), end - start)]
         return pieces
     if maker not in SCHEDULES:
         raise UnsupportedError(
-            f"the schedule `{maker}` is a function that cannot be read",
-            hint="make it of optax's own schedules, with `optax.join_schedules`",
+            f"the schedule `{maker}` is not one of optax",
+            hint="use schedules of optax, with `optax.join_schedules`",
         )
     return SCHEDULES[maker](free)
 
 
 def make_schedule(specs: Sequence[Spec], lr: float, ox: Any = OBJECTS) -> Any:
-    """Return the rate, or the schedule of optax, for schedules of a recipe and a base rate.
+    """Return a rate or a schedule of optax for schedules of a recipe and a base rate.
 
-    Where optax has none that computes the same, it is a function that does. `ox` has both (see `OptaxObjects`).
+    If optax has none that computes the same, return a function that does. `ox` has both (see
+    `OptaxObjects`).
     """
     if not specs:
         return lr
-    made = [function for spec in specs if (function := _native(ox, spec.without("until"), lr))]
-    if len(made) < len(specs):
+    schedules = [function for spec in specs if (function := _native(ox, spec.without("until"), lr))]
+    if len(schedules) < len(specs):
         return ox.rate_of(specs, lr)
-    return made[0] if len(made) == 1 else ox.join_schedules(made, [int(s.options["until"]) for s in specs[:-1]])
+    return (
+        schedules[0]
+        if len(schedules) == 1
+        else ox.join_schedules(schedules, [int(s.options["until"]) for s in specs[:-1]])
+    )
 
 
 def _native(ox: Any, spec: Spec, lr: float) -> Any:
     numbers, choices = schedule(spec.name).resolve(spec.options)
-    known = {**numbers, **choices, **spec.options}
-    warmup = known.get("warmup", 0)
-    if warmup and "steps" in known:
-        known["steps"] -= warmup
-    write = SCHEDULE_CALLS.get(spec.name) if known.get("every", 1) == 1 else None
-    call = write(lr, known) if write else None
+    settings = {**numbers, **choices, **spec.options}
+    warmup = settings.get("warmup", 0)
+    if warmup and "steps" in settings:
+        settings["steps"] -= warmup
+    write = SCHEDULE_CALLS.get(spec.name) if settings.get("every", 1) == 1 else None
+    call = write(lr, settings) if write else None
     if call is None or warmup != int(warmup):
         return None
-    made = _make(ox, call)
+    curve = _make(ox, call)
     if not warmup:
-        return made
-    rising = _make(ox, line_call(lr * float(known["warmup_start"]), lr, int(warmup)))
-    return ox.join_schedules([rising, made], [int(warmup)])
+        return curve
+    rising = _make(ox, line_call(lr * float(settings["warmup_start"]), lr, int(warmup)))
+    return ox.join_schedules([rising, curve], [int(warmup)])
 
 
 def _make(ox: Any, call: tuple[str, dict[str, Any]]) -> Any:

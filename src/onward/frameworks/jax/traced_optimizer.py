@@ -1,7 +1,7 @@
-"""Any transformation of optax as an optimizer: its update, traced, is a function of all parameters at once.
+"""Traced optax transformations: the update is a function of all parameters at once.
 
-What it counts, schedules among it, is state like the rest. Its learning rate is inside; that of the training model is
-a factor of all updates, and 1.
+Its counts, also those of schedules, are state. Its learning rate is inside; that of the training
+model is a factor of all updates, and 1.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from onward.run_state.state import ParameterGroup
 
 
 def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str] = ()) -> Optimization:
-    """The function that a transformation of optax is, and its state.
+    """Return the update of an optax transformation as a function, with its state.
 
-    Parameters on which no result depends, `idle` ones, are state, too: an optimizer may keep averages there.
+    Parameters on which no result depends, `idle`, are state too: an optimizer may keep averages
+    there.
     """
     traced = _Traced(tx, jax.tree.map(jnp.asarray, opt_state), params, idle)
     model = traced.model()
     begin = traced.state(traced.params, traced.opt_state)
     function = FunctionOptimizer(model.graph.name or "optax", model, 1.0, begin)
     _try_updates(function, traced)
-    places = places_of(function, "group0")  # there are no others
-    kept = {places[name]: value for name, value in begin.items()}
+    stored_names = places_of(function, "group0")
+    state = {stored_names[name]: value for name, value in begin.items()}
     counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state) if _word(path[-1]) == "count"]
     step = max((int(count) for count in counts if count.ndim == 0), default=0)
-    return Optimization([ParameterGroup(function, traced.trained)], kept, step, [], None, {})
+    return Optimization([ParameterGroup(function, traced.trained)], state, step, [], None, {})
 
 
 class _Traced:
-    """An update, with names for all that it reads."""
+    """Update with names for its inputs."""
 
     def __init__(self, tx: Any, opt_state: Any, params: Tree, idle: Collection[str]):
         self.tx, self.opt_state, self.params = tx, opt_state, params
@@ -58,7 +59,6 @@ class _Traced:
         self.state_names = [*_state_names(opt_state, params, set(self.trained)), *of_others]
 
     def state(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
-        """The state by name."""
         leaves = jax.tree.leaves((opt_state, self.of(self.others, params)))
         return dict(zip(self.state_names, map(data_of, leaves), strict=True))
 
@@ -66,12 +66,12 @@ class _Traced:
         return [leaf for name, leaf in named_leaves(params).items() if name in names]
 
     def arrays(self, params: Tree, opt_state: Any) -> dict[str, np.ndarray]:
-        """The parameters that are trained, and the state."""
+        """Return the trained parameters, and the state."""
         trained = {name: data_of(leaf) for name, leaf in named_leaves(params).items() if name in self.trained}
         return {**trained, **self.state(params, opt_state)}
 
     def whole(self, leaves: Mapping[str, Any]) -> Tree:
-        """A tree like that of the parameters, with zeros where nothing is given."""
+        """Return a tree of all parameters, with zeros for missing leaves."""
         return jax.tree_util.tree_map_with_path(
             lambda path, old: leaves.get(path_name(path), jnp.zeros_like(old)), self.params
         )
@@ -90,23 +90,20 @@ class _Traced:
         update.__name__ = _name_of(self.tx, self.opt_state, self.params)
         trained = self.of(self.trained, self.params)
         rate = jax.ShapeDtypeStruct((), jnp.float32)
-        given = (trained, trained, self.opt_state, self.of(self.others, self.params), rate)
+        arguments = (trained, trained, self.opt_state, self.of(self.others, self.params), rate)
         try:
-            return export(update, (), *given, names=results, input_names=names, batch=None)
+            return export(update, (), *arguments, names=results, input_names=names, batch=None)
         except UnsupportedError:
             raise
-        except Exception as error:  # whatever a function of somebody else's may raise where there are only shapes
+        except Exception as error:  # of custom functions, which get only shapes
             raise UnsupportedError(
                 f"its update cannot be traced: {first_line(error)}",
-                hint="an update must be a function of gradients, state and parameters, of operations of JAX",
+                hint="write the update as a function of gradients, state and parameters, with operations of JAX",
             ) from error
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
-
-
 def _state_names(state: Any, params: Tree, trained: set[str]) -> list[str]:
-    """Names for the leaves of a state: those of what mirrors a parameter begin with the parameter's."""
+    """Return names for the leaves of a state, with the name of a parameter that they mirror."""
     owners = {path: path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)}
     short, long = [], []
     for path, _ in jax.tree_util.tree_leaves_with_path(state):
@@ -125,25 +122,21 @@ def _word(key: Any) -> str:
 
 
 def _name_of(tx: Any, state: Any, params: Tree) -> str:
-    """What the transformations that it is made of are called."""
+    """Return the names of the transformations."""
     try:
-        makers = [each.name.partition(".<locals>")[0] for each in transformations(tx, state, params)]
-    except Exception:  # somebody else's objects need not look like those of optax
+        makers = [t.name.partition(".<locals>")[0] for t in transformations(tx, state, params)]
+    except Exception:  # custom objects may differ from those of optax
         makers = [type(tx).__name__]
-    found = [maker.removesuffix(".update").rpartition(".")[2].removeprefix("scale_by_") for maker in makers]
-    names = [name for name in dict.fromkeys(found) if name not in _PLAIN]
+    short_names = [maker.removesuffix(".update").rpartition(".")[2].removeprefix("scale_by_") for maker in makers]
+    names = [name for name in dict.fromkeys(short_names) if name not in _PLAIN]
     return re.sub(r"\W+", "_", "_".join(names[:3])) or "optax"
 
 
-_PLAIN = ("identity", "inject_hyperparams", "scale", "schedule", "add_decayed_weights")
-"""What is part of most optimizers."""
-
-
-# ---- both sides ------------------------------------------------------------------------------------------------------
+_PLAIN = ("identity", "inject_hyperparams", "scale", "schedule", "add_decayed_weights")  # in most optimizers
 
 
 def _try_updates(function: FunctionOptimizer, traced: _Traced) -> None:
-    """Some updates by optax, as Python and not as traced, and by the function."""
+    """Compare updates of optax, without tracing, with those of the function."""
     params, state = traced.params, traced.opt_state
     update = update_by(function, engine="numpy")
 

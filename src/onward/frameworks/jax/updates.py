@@ -1,7 +1,7 @@
-"""Updates that optax does not have, as transformations of optax, executed by JAX.
+"""Updates that optax lacks, as optax transformations that JAX executes.
 
-They are our own definitions, the functions that training models have for them (recipe/optimizers/updates.py), or
-optimizers that a training model has as a function.
+They are the definitions of recipe/optimizers/updates.py, or optimizers that a training model has as
+a function.
 """
 
 from __future__ import annotations
@@ -31,18 +31,13 @@ from onward.run_state.state import ParameterGroup
 from onward.standard import COMMON_OPSET
 from onward.transform.inline import inline
 
-Rate = float | Callable[[Any], Any]
-"""A learning rate, or a function of the updates already made."""
-
-Function = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""Of arrays by name."""
-
-Sizes = tuple[tuple[int, ...], str]
-"""A shape, and the name of a type."""
+Rate = float | Callable[[Any], Any]  # a learning rate, or a function of the count of updates
+Function = Callable[[Mapping[str, Any]], dict[str, Any]]  # of arrays by name
+Sizes = tuple[tuple[int, ...], str]  # a shape, and the name of a type
 
 
 def recipe_optimizer(spec: Spec, names: Iterable[str], rate: Rate) -> optax.GradientTransformation:
-    """An optimizer of a recipe for these parameters; `rate` is in place of its learning rate."""
+    """Return an optimizer of a recipe for these parameters, with this learning rate."""
 
     def begin(x: Any) -> dict[str, Any]:
         with Jax().active():
@@ -57,7 +52,7 @@ def recipe_optimizer(spec: Spec, names: Iterable[str], rate: Rate) -> optax.Grad
 
 
 def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
-    """Schedules of a recipe that follow one another, as a function of the updates already made."""
+    """Return successive schedules of a recipe as a function of the count of updates."""
 
     def rate(count: Any) -> Any:
         return _rate(tuple(map(str, specs)), lr)({"step": count})["rate"]
@@ -66,42 +61,46 @@ def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
 
 
 def function_optimizer(function: FunctionOptimizer, group: str, rate: Rate) -> optax.GradientTransformation:
-    """The function as an optimizer of parameters by name, those of a group; `rate` is for its learning rate."""
-    names, places = function.parameters, places_of(function, group)
+    """Return a function as an optimizer of the parameters of a group, with this learning rate."""
+    names, stored_names = function.parameters, places_of(function, group)
     results = [value.name or "" for value in function.update.graph.outputs]
     run = execute_by_jax(inline(function.update))
 
     def begin() -> dict[str, Any]:
-        return {places[name]: jnp.asarray(array) for name, array in initial_state(function).items()}
+        return {stored_names[name]: jnp.asarray(array) for name, array in initial_state(function).items()}
 
     def rule(params: Any, gradients: Any, state: Any, lr: Any, t: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        given = {RATE: lr, COUNT: t, **{name: state[place] for name, place in places.items()}}
-        given |= {name: params[name] for name in names} | {gradient_of(name): gradients[name] for name in names}
-        found = run({value.name: given[value.name] for value in function.inputs if value.name})
-        after = dict(zip([*names, *places.values()], (found[result] for result in results), strict=True))
-        return {name: after[name] for name in names}, {place: after[place] for place in places.values()}
+        feeds = {RATE: lr, COUNT: t, **{name: state[stored_name] for name, stored_name in stored_names.items()}}
+        feeds |= {name: params[name] for name in names} | {gradient_of(name): gradients[name] for name in names}
+        results_by_name = run({value.name: feeds[value.name] for value in function.inputs if value.name})
+        after = dict(
+            zip([*names, *stored_names.values()], (results_by_name[result] for result in results), strict=True)
+        )
+        return {name: after[name] for name in names}, {
+            stored_name: after[stored_name] for stored_name in stored_names.values()
+        }
 
     return joint(names, rule, begin, rate)
 
 
 def places_of(function: FunctionOptimizer, group: str) -> dict[str, str]:
-    """By state of a function, what a training model calls it."""
+    """Return the name in a training model of each state of a function."""
     names = (value.name or "" for value in function.state)
     return {name: name if function.owner_of(name) else f"{group}/{name}" for name in names}
 
 
 def initial_state(function: FunctionOptimizer) -> dict[str, np.ndarray]:
-    """What the state of a function begins with."""
-    made = {}
+    """Return the initial state of a function."""
+    arrays = {}
     for value in function.state:
         assert value.dtype is not None and value.shape is not None
         initial = np.asarray(function.initial.get(value.name or "", 0))
-        made[value.name or ""] = np.broadcast_to(initial, tuple(value.shape.numpy())).astype(value.dtype.numpy())
-    return made
+        arrays[value.name or ""] = np.broadcast_to(initial, tuple(value.shape.numpy())).astype(value.dtype.numpy())
+    return arrays
 
 
 class OptaxObjects:
-    """Functions of optax and of this module. `OptimizerSource` has the same methods, which return source."""
+    """Functions of optax and of this module. `OptimizerSource` has the same as source."""
 
     rate_of = staticmethod(rate_of)
     exact_clip = staticmethod(exact_clip)
@@ -117,16 +116,13 @@ class OptaxObjects:
 OBJECTS = OptaxObjects()
 
 
-# ---- what is built of a definition -----------------------------------------------------------------------------------
-
-
 @functools.lru_cache(maxsize=256)
 def _update(spec: str, sizes: Sizes) -> Function:
     return execute_by_jax(update_model(parse(spec), sizes))
 
 
 def update_model(spec: Spec, sizes: Sizes) -> Model:
-    """Return the update of a parameter: x, g, its slots, lr and t -> x/new, and each slot's."""
+    """Return the update of a parameter: x, g, its slots, lr and t -> x/new and new slots."""
     configured, op = _configure(spec), _new_graph()
     x, g = (_input(op, name, _type_of(sizes), sizes[0]) for name in ("x", "g"))
     slots = {slot.name: _input(op, slot.name, slot.dtype, slot.shape) for slot in configured.slots(x.value)}
@@ -142,16 +138,15 @@ def _rate(specs: tuple[str, ...], lr: float) -> Function:
 
 
 def rate_model(specs: Sequence[Spec], lr: float) -> Model:
-    """Return schedules that follow one another: step -> rate."""
-    op, parts = _new_graph(), []
+    """Return successive schedules: step -> rate."""
+    op, schedules = _new_graph(), []
     step = _input(op, "step", ir.DataType.INT64)
     for spec in specs:
         numbers, choices = schedule(spec.name).resolve(spec.without("until").options)
         values = {name: _number(op, value) for name, value in numbers.items()}
-        parts.append(
-            SchedulePart(schedule(spec.name), values, choices, _number(op, spec.options.get("until", math.inf)))
-        )
-    return _model(op, {"rate": sequence(op, _number(op, lr), step, parts)})
+        until = _number(op, spec.options.get("until", math.inf))
+        schedules.append(SchedulePart(schedule(spec.name), values, choices, until))
+    return _model(op, {"rate": sequence(op, _number(op, lr), step, schedules)})
 
 
 def _new_graph() -> Builder:
@@ -176,26 +171,25 @@ def _model(op: Builder, outputs: Mapping[str, Expr]) -> Model:
 
 
 def execute_by_jax(model: Model) -> Function:
-    """What a model, of which nothing is a function, computes, by JAX. The model is changed."""
+    """Return the function of a model without functions, which is changed."""
     types = {value.name: value.dtype.numpy() for value in model.graph.inputs if value.dtype}
     framework = Jax()
     execute = interpreter(model, framework)
 
-    def run(given: Mapping[str, Any]) -> dict[str, Any]:
+    def run(arrays: Mapping[str, Any]) -> dict[str, Any]:
         with framework.active():
-            return execute({name: jnp.asarray(array, types[name]) for name, array in given.items()})
+            return execute({name: jnp.asarray(array, types[name]) for name, array in arrays.items()})
 
     return run
 
 
 def _configure(spec: Spec) -> ConfiguredOptimizer:
-    """The optimizer, as the function that it is even where the standard has an operator for it."""
-    kind = optimizer(spec.name)
-    return kind.configure(**{**spec.options, **({"standard": False} if kind.standard else {})})
+    """Return the optimizer as a function, even if ONNX has an operator for it."""
+    definition = optimizer(spec.name)
+    return definition.configure(**{**spec.options, **({"standard": False} if definition.standard else {})})
 
 
 def slots_of(spec: Spec, sizes: Sizes) -> tuple[Slot, ...]:
-    """What an optimizer remembers of a parameter."""
     parameter = ir.Value(name="x", type=ir.TensorType(_type_of(sizes)), shape=ir.Shape(sizes[0]))
     return _configure(spec).slots(parameter)
 
