@@ -91,7 +91,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch):
     with pytest.raises(Error, match="`folds` needs `fold`") as caught:
         onward.train("digits.onnx", "digits.npz", loss="ce", folds=3)
     assert "onward.cross_validate" in caught.value.hint
-    with pytest.raises(DataError, match="a stream of batches has no folds"):
+    with pytest.raises(DataError, match="cannot divide a stream of batches into folds"):
         onward.cross_validate(digits_mlp(), [DATA].__iter__, folds=2, loss="ce", quiet=True)
     with pytest.raises(Error, match="holds no cross-validation"):
         onward.CrossValidation("digits").folds  # noqa: B018

@@ -308,10 +308,10 @@ def test_datasets_as_objects() -> None:
     batch = opened.take(np.array([9, 3]), ["label"])
     assert list(batch) == ["label"]
     np.testing.assert_array_equal(batch["label"], data["label"][[9, 3]])
-    with pytest.raises(DataError, match="several data sets: `train`, `test`"):
+    with pytest.raises(DataError, match="several datasets: `train`, `test`"):
         open_data({"train": HubLike(data), "test": HubLike(data)})
     ragged = HubLike({"image": [np.zeros(3), np.zeros(4)]})
-    with pytest.raises(DataError, match="column `image` of the data set is not an array"):
+    with pytest.raises(DataError, match="column `image` of the dataset is not an array"):
         open_data(ragged).take(np.arange(2))
 
 

@@ -209,7 +209,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     for pattern, message, hint in [
         ("*.parquet", r"no file matches `.*\*.parquet`", "holds a.npz, b.npy"),
         ("no/*.npz", "no file matches", "relative to the current folder"),
-        ("*.np*", r"different kinds \(.npy, .npz\)", "name the ones"),
+        ("*.np*", r"different formats \(.npy, .npz\)", "one format"),
     ]:
         with pytest.raises(DataError, match=message) as error:
             open_data(str(tmp_path / pattern))
@@ -226,7 +226,7 @@ def test_files_must_be_alike(other: dict[str, np.ndarray], tmp_path: Path) -> No
         pq.write_table(pa.table(table), tmp_path / f"{name}.parquet")
         np.savez(tmp_path / f"{name}.npz", **table)
     for kind in ("parquet", "npz"):
-        with pytest.raises(DataError, match=r"files do not go together: column `[xz]`") as error:
+        with pytest.raises(DataError, match=r"files have different columns: `[xz]`") as error:
             open_data(str(tmp_path / f"*.{kind}"))
         assert "same columns" in (error.value.hint or "")
 
@@ -246,7 +246,7 @@ def test_a_file_that_vanishes(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / f"part-00.{kind}").unlink()
     with pytest.raises(DataError, match=rf"part-00.{kind} is gone") as error:
         data.take(rows)
-    assert "can be resumed" in (error.value.hint or "")
+    assert "resume the run" in (error.value.hint or "")
     write_files(tmp_path, kind)
     for _ in range(2):
         with pytest.raises(DataError, match="has changed since it was opened"):
@@ -345,7 +345,7 @@ def test_samples_that_are_streamed() -> None:
     assert [a + b + c for (a, _), (b, _), (c, _) in zip(*whole, strict=True)] == alone
     own = together(2, lambda rank, size: Shards(SimpleNamespace(rank=rank, world_size=size)), size=10, start=1)
     assert own == [[([23, 6, 7, 8, 9], 10), ([10, 11], 4)], [([5, 12, 13, 14, 15], 10), ([16, 17], 4)]]
-    with pytest.raises(DataError, match="part 1 of 2, and this is process 0 of 1"):
+    with pytest.raises(DataError, match="shard 1 of 2, but this is process 0 of 1"):
         next(Batches(open_data(Shards(SimpleNamespace(rank=1, world_size=2))), {"x": "x"}).epoch(0))
 
 

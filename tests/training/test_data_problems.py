@@ -29,7 +29,7 @@ from onward.agreement.inputs import fit_inputs
 from onward.errors import DataError, Error, InvalidModelError, UnknownNameError, UnsupportedError
 from onward.frameworks.files import restore
 from onward.training.data import Batches, Column, dataset, match, open_data
-from onward.training.data.matching import Wanted, fit
+from onward.training.data.matching import InputType, fit
 
 FLOAT, INT64, INT32, STRING = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.INT32, ir.DataType.STRING
 
@@ -130,7 +130,7 @@ def test_the_user_says_which() -> None:
 def test_an_ambiguous_match_says_how_to_map() -> None:
     with pytest.raises(DataError) as caught:
         match(columns(x="float32 64", a="int64", b="int64"), IMAGES)
-    assert caught.value.hint == 'say which column it is: --column label=a, or columns={"label": "a"}'
+    assert caught.value.hint == 'name its column: --column label=a, or columns={"label": "a"}'
 
 
 def test_hints_of_columns_that_do_not_fit_never_offer_noise() -> None:
@@ -157,6 +157,27 @@ def test_hints_of_columns_that_do_not_fit_never_offer_noise() -> None:
     assert "noise" not in str(caught.value.hint)
 
 
+TEXT = {"text": Column(np.dtype(object)), "label": Column(np.dtype(np.int64))}
+TOKENS = inputs(input_ids=(INT64, ["N", 64]), label=(INT64, ["N"]))
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "options", "hint"),
+    [
+        (TEXT, TOKENS, {}, "--preprocess 'input_ids=tokenize:wordpiece,vocabulary=vocab.txt,length=64'"),
+        ({**TEXT, "input_ids": TEXT["text"]}, TOKENS, {}, "from the text in `input_ids`: --preprocess"),
+        (columns(labels="int64 16"), inputs(labels=(INT64, ["N", 50])), {"class_targets": ["labels"]}, "ce:axis=-1"),
+        (columns(next="int64 16"), inputs(labels=(INT64, ["N", 50])), {"class_targets": ["labels"]}, "ce:axis=-1"),
+    ],
+)
+def test_hints_for_text_and_language_models(
+    have: dict[str, Column], want: dict[str, ir.Value], options: dict[str, list[str]], hint: str
+) -> None:
+    with pytest.raises(DataError) as caught:
+        match(have, want, **options)
+    assert hint in str(caught.value.hint)
+
+
 def test_columns_side_by_side_keep_their_order() -> None:
     data = open_data({"a": np.arange(3.0), "y": np.arange(3), "b": np.arange(3) + 10})
     wanted = inputs(x=(FLOAT, [None, 2, 1]), y=(INT64, [None]))
@@ -170,7 +191,7 @@ DTYPES = {FLOAT: "float32", INT64: "int64", ir.DataType.BOOL: "bool"}
 def counted(have: dict[str, Column], want: dict[str, ir.Value]) -> list[dict[str, tuple[str, ...]]]:
     """All ways, by trying them: each input a column, or one of them all that are left."""
     found = []
-    wanted = {name: Wanted.by(value) for name, value in want.items()}
+    wanted = {name: InputType.by(value) for name, value in want.items()}
     for several in [None, *wanted]:
         singles = [name for name in wanted if name != several]
         for chosen in itertools.permutations(have, len(singles)):
@@ -269,14 +290,14 @@ class Explosive:
 
 BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no file": (lambda p: p / "x.npz", "there is no .*x.npz"),
-    "unknown kind": (lambda p: [(p / "x.xyz").write_text("1"), p / "x.xyz"][1], r"no kind that can be read \(`.xyz`\)"),
+    "unknown kind": (lambda p: [(p / "x.xyz").write_text("1"), p / "x.xyz"][1], r"the format of .*x.xyz \(`.xyz`\)"),
     "nothing in it": (lambda p: _text(p, ""), "x.csv is empty"),
     "npy of objects": (lambda p: _npy(p, np.array([Explosive()]), allow_pickle=True), "holds Python objects"),
     "npz of objects": (lambda p: _npz(p, x=np.array([{}, {}])), "array `x` holds Python objects"),
     "pickle": (lambda p: [(p / "x.npy").write_bytes(pickle.dumps(Explosive())), p / "x.npy"][1], "not a .npy file"),
-    "npy cut off": (lambda p: _cut(_npy(p, np.zeros(9)), 8), "x.npy is cut off: it has 192 bytes of 200"),
-    "npz cut off": (lambda p: _cut(_npz(p, x=np.zeros(99)), 50), "x.npz is not a whole .npz file"),
-    "npz damaged": (lambda p: _damaged(p), "x.npz is not a whole .npz file: "),
+    "npy truncated": (lambda p: _cut(_npy(p, np.zeros(9)), 8), "x.npy is truncated: it has 192 of 200 bytes"),
+    "npz truncated": (lambda p: _cut(_npz(p, x=np.zeros(99)), 50), "x.npz is not a complete .npz file"),
+    "npz damaged": (lambda p: _damaged(p), "x.npz is not a complete .npz file: "),
     "no rows": (lambda p: _npy(p, np.zeros((0, 4))), "x.npy has no rows"),
     "no columns": (lambda p: _npz(p), "x.npz has no columns"),
     "one number": (lambda p: _npz(p, x=np.float32(3)), "column `x` of x.npz is a single value"),
@@ -290,18 +311,18 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no path": (lambda p: "", "the path of the data is empty"),
     "long path": (lambda p: "x" * 300 + ".npz", "there is no xxx"),
     "long path with a name": (lambda p: [f"a={'x' * 300}.npz"], "there is no xxx"),
-    "name twice": (lambda p: {1: np.zeros(3), "1": np.ones(3)}, "has 2 columns called `1`"),
+    "name twice": (lambda p: {1: np.zeros(3), "1": np.ones(3)}, "has 2 columns named `1`"),
     "no batches": (lambda p: lambda: 5, "an object of type `int`, not batches"),
     "csv without rows": (lambda p: _text(p, "a,b\n"), "x.csv has no rows"),
     "csv without header": (lambda p: _text(p, "1,2\n3,4\n"), "x.csv has no header"),
-    "csv with a name twice": (lambda p: _text(p, "a,a\n3,4\n"), "has the name `a` more than once"),
+    "csv with a name twice": (lambda p: _text(p, "a,a\n3,4\n"), "has a duplicate or empty name: `a`"),
     "csv with a short line": (lambda p: _text(p, "a,b\n1,2\n\n3\n"), "line 4 of .*x.csv has 1 cells"),
     "csv in Latin-1": (lambda p: _text(p, "größe,b\n1,2\n".encode("latin-1")), "not text in UTF-8"),
     "csv with an open quote": (lambda p: _text(p, 'a,b\n1,"2\n'), "is not CSV after line 1"),
-    "safetensors": (lambda p: [(p / "x.safetensors").write_bytes(b"123"), p / "x.safetensors"][1], "not a whole"),
+    "safetensors": (lambda p: [(p / "x.safetensors").write_bytes(b"123"), p / "x.safetensors"][1], "not a complete"),
     "safetensors header": (
         lambda p: [(p / "x.safetensors").write_bytes(b"\2" + bytes(7) + b"[]"), p / "x.safetensors"][1],
-        "not a whole .safetensors file: its header is no table",
+        "not a complete .safetensors file: its header is no table",
     ),
 }
 
@@ -354,7 +375,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "negative": (header("'<f4'", "(-1, 2)"), "is no shape"),
     "huge": (header("'<f4'", "(2**62,)".replace("2**62", str(2**62))), "larger than any file"),
     "beyond numpy": (header("'<f4'", f"({10**30},)"), "is no shape"),
-    "a fraction": (header("'<f4'", "(1.5,)"), "is no shape"),
+    "floats are not rounded": (header("'<f4'", "(1.5,)"), "is no shape"),
     "true": (header("'<f4'", "(True, 2)"), "is no shape"),
     "many dimensions": (header("'<f4'", str((1,) * 99)), "is no shape"),
     "a list": (header("'<f4'", "[2]"), "order and shape"),
@@ -368,7 +389,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "unhashable": (b"\x93NUMPY\x01\x00\x06\x00{[]:1}", "does not say type"),
     "long": (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f{}", "not all there"),
     "version": (b"\x93NUMPY\x09\x00\x02\x00{}", "version 9.0"),
-    "cut off": (header("'<f4'", "(9,)"), "cut off"),
+    "truncated": (header("'<f4'", "(9,)"), "truncated"),
 }
 
 
@@ -459,7 +480,7 @@ def test_bad_arrow_files(suffix: str, tmp_path: Path) -> None:
         ({"x": [1, None, 3]}, r"column `x` of x\.\w+ has no value in row 1"),
         ({"x": [[1.0, 2.0], [3.0]]}, "lists of different lengths: 2 and 1"),
         ({"x": [[1.0, 2.0], [3.0, None]]}, "lists with missing numbers"),
-        ({"x": [datetime.date(2000, 1, 1)]}, r"`x` of x\.\w+ is text\[\] \(date32\[day\]\), which cannot be"),
+        ({"x": [datetime.date(2000, 1, 1)]}, r"cannot train on column `x` of x\.\w+: it is text\[\] \(date32\[day\]\)"),
     ]
     for data, message in cases:
         opened = open_data(write(**data))
@@ -468,20 +489,20 @@ def test_bad_arrow_files(suffix: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no rows"):
         open_data(write(x=pa.array([], pa.int64())))
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
-    with pytest.raises(DataError, match="has 2 columns called `x`"):
+    with pytest.raises(DataError, match="has 2 columns named `x`"):
         open_data(write_table(twice))
     with pytest.raises(DataError, match="has a column without a name"):
         open_data(write_table(pa.table({"": [1]})))
-    with pytest.raises(DataError, match="not a whole"):
+    with pytest.raises(DataError, match="not a complete"):
         open_data(_cut(write(x=[1, 2]), 20))
 
 
 @needs("pyarrow")
 def test_bad_saved_datasets(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}', encoding="utf-8")
-    with pytest.raises(DataError, match="holds 2 data sets: train, test") as caught:
+    with pytest.raises(DataError, match="holds 2 datasets: train, test") as caught:
         open_data(tmp_path)
-    assert caught.value.hint == f"name one: {tmp_path / 'train'} or {tmp_path / 'test'}"
+    assert caught.value.hint == f"pass one: {tmp_path / 'train'} or {tmp_path / 'test'}"
     (tmp_path / "dataset_dict.json").unlink()
     for state, message in [({}, "does not name the files"), ({"_data_files": []}, "has no rows")]:
         (tmp_path / "state.json").write_text(json.dumps(state), encoding="utf-8")
@@ -509,7 +530,7 @@ def test_bad_images(tmp_path: Path) -> None:
             open_data(tmp_path).take(np.array([0, 1]))
     data = open_data(tmp_path)
     _cut(bad, 30)
-    with pytest.raises(DataError, match=r"dog.0.png is not a whole image"):
+    with pytest.raises(DataError, match=r"dog.0.png is not a complete image"):
         data.take(np.array([1]))
     bad.unlink()
     with pytest.raises(DataError, match=r"cannot read .*dog.0.png: No such file"):
@@ -597,7 +618,7 @@ def test_other_classes_are_noticed(tmp_path: Path) -> None:
     training = open_data(_text(tmp_path, "x,kind\n1,cat\n2,dog\n"))
     matched = match(training.columns, inputs(x=(FLOAT, ["N"]), kind=(INT64, ["N"])))
     validation = open_data(_text(tmp_path, "x,kind\n1,dog\n2,eel\n"))
-    with pytest.raises(DataError, match="column `kind` has other classes than it had before: dog, eel, not cat, dog"):
+    with pytest.raises(DataError, match="the classes of column `kind` have changed: dog, eel, not cat, dog"):
         Batches(validation, matched)
 
 
@@ -626,12 +647,12 @@ def test_a_file_that_shrinks_is_an_error(kind: str, tmp_path: Path, monkeypatch:
     next(batches)
     (tmp_path / "moved").rename(path)
     os.truncate(path, 1000)
-    with pytest.raises(DataError, match=f"x.{kind}.* has become shorter since it was opened"):
+    with pytest.raises(DataError, match=f"x.{kind}.* has shrunk since it was opened"):
         next(batches)
 
 
 def test_a_csv_that_changes_is_an_error(tmp_path: Path) -> None:
-    for other, message in [("x\n1\n", "its number of rows is another"), ("x\n1\nb\n", "has changed since")]:
+    for other, message in [("x\n1\n", "it has another number of rows"), ("x\n1\nb\n", "has changed since")]:
         data = open_data(_text(tmp_path, "x\n1\n2\n"))
         _text(tmp_path, other)
         with pytest.raises(DataError, match=message):

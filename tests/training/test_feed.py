@@ -97,7 +97,7 @@ def test_a_folder_with_train_and_val_is_what_it_says(folder: Path, capsys: pytes
     assert alike.results == run.read_results()
     share = train(small_cnn(), "photos", validation=0.5, run="share", batch_size=4, **recipe)
     assert share.config["validation"] == 0.5 and share.log[0]["steps_per_epoch"] == 2
-    assert "leaves `val/` alone, since other data to validate with are named" in capsys.readouterr().err
+    assert "ignores `val/`, since other validation data are given" in capsys.readouterr().err
     assert find_lr(small_cnn(), "photos", steps=10, **recipe).rates
     (folder / "photos").rename(folder / "moved")
     assert resume("run", "moved", epochs=2, quiet=True).config["validation"] == str(folder / "moved" / "val")
@@ -109,13 +109,13 @@ def test_parts_that_are_not_clear_are_refused(folder: Path) -> None:
     pictures(folder / "a" / "val", cat=2, cow=2)
     with pytest.raises(DataError, match="has the class `cow`, which is not in the training data"):
         train(small_cnn(), "a", **RECIPE, preprocess="scale", **QUIET)
-    with pytest.raises(DataError, match="a holds several sets of data: `train/` and `val/`") as caught:
+    with pytest.raises(DataError, match="a holds several datasets: `train/` and `val/`") as caught:
         train(small_cnn(), "a/train", validation="a", **RECIPE, preprocess="scale", **QUIET)
-    assert caught.value.hint == "say which: --data a/train --validation a/val"
+    assert caught.value.hint == "--data a/train --validation a/val"
     for names, problem in {
-        ("val", "test"): "of which none is to train on",
-        ("train", "val", "dev"): "of which two are for the same",
-        ("train", "val", "more"): "beside `more/`, so that it is not clear",
+        ("val", "test"): "none of them for training",
+        ("train", "val", "dev"): "two of them for the same purpose",
+        ("train", "val", "more"): "and also `more/`",
     }.items():
         for name in names:
             pictures(folder / "-".join(names) / name, cat=1, dog=1)
@@ -229,7 +229,7 @@ def test_validation_data_have_the_classes_of_the_training_data(folder: Path) -> 
         train(digits_mlp(), training, validation=table("more.csv", ["cat", "eel"]), **RECIPE, **QUIET)
     with pytest.raises(DataError, match="has class names, but numbers in the training data"):
         train(digits_mlp(), digits(), validation="fewer.csv", **RECIPE, **QUIET)
-    with pytest.raises(DataError, match="column `labels` has numbers, but names of classes in the training data"):
+    with pytest.raises(DataError, match="column `labels` has numbers, but class names in the training data"):
         train(digits_mlp(), training, validation=arrays, **RECIPE, **QUIET)
 
 
@@ -423,5 +423,5 @@ def test_columns_of_data_frames() -> None:
 def test_a_data_frame_with_a_name_twice() -> None:
     import pandas as pd
 
-    with pytest.raises(DataError, match="has 2 columns called `a`"):
+    with pytest.raises(DataError, match="has 2 columns named `a`"):
         open_data(pd.DataFrame([[1, 2], [3, 4]], columns=["a", "a"]))

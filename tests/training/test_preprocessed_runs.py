@@ -231,10 +231,10 @@ def test_pictures_that_cannot_be_brought_to_one_size(folder: Path) -> None:
     for operations, why, hint in (
         (
             "center_crop:size=30 resize:size=8",
-            "is 12 x 9 pixels, which is less than `center_crop:size=30` takes",
+            "is 12 x 9 pixels, too small for `center_crop:size=30`",
             "resize",
         ),
-        ("scale resize:size=8", "pixels, but the first image is 12 x 9", "begin with `resize`"),
+        ("scale resize:size=8", "pixels, but the first image is 12 x 9", "begin preprocessing with `resize`"),
     ):
         with pytest.raises(DataError, match=why) as caught:
             train(colours(), "photos", preprocess=operations, **RECIPE, **QUIET)

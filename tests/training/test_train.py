@@ -212,7 +212,7 @@ def test_a_batch_that_is_not_axis_0_is_refused(folder: Path, inputs: str, said: 
 def test_columns_of_different_lengths_name_the_axis_of_rows() -> None:
     with pytest.raises(DataError) as caught:
         train(digits_mlp(), {"image": np.zeros((64, 8)), "labels": np.zeros(8, int), "other": np.zeros(8)}, loss="ce")
-    assert "rows are axis 0: if those of `image` are axis 1, move them there in the data" in str(caught.value.hint)
+    assert "rows are axis 0, but those of `image` may be axis 1: transpose it" in str(caught.value.hint)
 
 
 def test_a_stream_with_a_last_batch_that_does_not_fit(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -289,7 +289,7 @@ def test_a_run_goes_on_from_another_folder(folder: Path, monkeypatch: pytest.Mon
 def test_a_loss_that_is_not_finite(folder: Path) -> None:
     data = digits()
     data["image"][60] = -np.inf
-    with pytest.raises(TrainingError, match="the loss of step 2 is nan: the state after step 1 was kept") as error:
+    with pytest.raises(TrainingError, match="the loss of step 2 is nan: the state after step 1 is saved") as error:
         train(digits_mlp(), data, shuffle=False, run="run", **RECIPE, **QUIET)
     assert "learning rate" in (error.value.hint or "")
     run = Run("run")
@@ -304,7 +304,7 @@ def test_weights_that_are_not_finite(folder: Path) -> None:
     graph, opset = onnx.parser.parse_graph(text), onnx.helper.make_opsetid("", 21)
     model = onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10)
     data = (np.array([[0, 0], [0, 0], [0, 0], [1e3, 1]], np.float32), np.ones((4, 2), np.float32))
-    with pytest.raises(TrainingError, match=r"`w` holds NaN or infinity after step 4: the state after step 3 was kept"):
+    with pytest.raises(TrainingError, match=r"`w` holds NaN or infinity after step 4: the state after step 3 is saved"):
         settings = {"shuffle": False, "batch_size": 1, "save_every": 0, "run": "run", **QUIET}
         train(model, data, loss="mse", optimizer="sgd:lr=1e38", **settings)
     assert np.isfinite(state(Run("run"))["w"]).all() and Run("run").read_progress()["step"] == 3
@@ -329,7 +329,7 @@ def test_data_that_end_in_the_run(folder: Path, capfd: pytest.CaptureFixture[str
 @pytest.mark.parametrize(
     ("column", "value", "said", "hint"),
     [
-        ("image", np.nan, "column `image` is NaN (not a number) in row 90 of bad.npz", "fill in what is missing"),
+        ("image", np.nan, "column `image` is NaN (not a number) in row 90 of bad.npz", "fill in missing values"),
         ("labels", -1, "label -1 in row 90 of bad.npz", "if -1 means no class: `cross_entropy:ignore_index=-1`"),
         (
             "labels",
@@ -352,7 +352,7 @@ def test_a_bad_row_is_named_and_the_run_continues_without_it(
         train(digits_mlp(), "bad.npz", run="run", shuffle=False, **RECIPE)
     assert said in str(caught.value) and hint in str(caught.value.hint) and "begin at 1" not in str(caught.value.hint)
     said_last = capfd.readouterr().err
-    assert "once the cause is removed, continue with `onward train --resume run`" in said_last
+    assert "fix the cause, then continue with `onward train --resume run`" in said_last
     assert "if you changed the data, add `--data-changed`" in said_last
     with pytest.raises(DataError, match="row 90"):
         resume("run", quiet=True)
@@ -470,7 +470,7 @@ def test_a_configuration_of_another_version(folder: Path) -> None:
         ({"monitor": "rmse"}, RecipeError, "`rmse` compares amounts"),
         ({"metrics": [max]}, ArgumentError, "`metrics` is .*max.*, but must be a string or a list of strings"),
         ({"metrics": max}, ArgumentError, "but must be a string or a list of strings"),
-        ({"patience": 3}, RecipeError, "there are none"),
+        ({"patience": 3}, RecipeError, "needs validation data"),
         ({"epochs": -1}, RecipeError, "`epochs` is -1, but must be at least 0"),
         ({"loss": None}, RecipeError, "missing `loss`"),
         ({"device": "abacus"}, UnknownNameError, "no device `abacus`"),

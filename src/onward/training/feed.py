@@ -18,7 +18,7 @@ from onward.engines.distributed import Portion
 from onward.errors import DataError, UnsupportedError, list_names
 from onward.model import Model
 from onward.options import Last
-from onward.recipe.metrics import OF_LOSS, Labels, Measures, Metric, labels_of
+from onward.recipe.metrics import OF_LOSS, Labels, Measures, Metric, labels_of, objectives
 from onward.recipe.quantize import calibrate, has_ranges, needs_calibration
 from onward.training.config import Config
 from onward.training.data import (
@@ -156,7 +156,10 @@ def _parts(
     data = open_data(config.data, images=images, window=config.window) if opened is None else opened
     # In a model with several steps, a float input that no column fits is the noise of a generator.
     floats = [v.name or "" for v in training.inputs if v.dtype is not None and v.dtype.is_floating_point()]
-    bindings = match(data.columns, inputs, config.columns, floats if len(training.steps) > 1 else ())
+    class_targets = [loss.target for loss in objectives(training) if loss.target and loss.by_number and loss.axis == 1]
+    noise_inputs = floats if len(training.steps) > 1 else ()
+    bindings = match(data.columns, inputs, config.columns, noise_inputs, class_targets)
+
     if labels is not None:
         if config.classes:  # such as those of a resumed run
             data = in_classes(data, bindings[labels.name], tuple(config.classes), "the configuration of the run")

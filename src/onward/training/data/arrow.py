@@ -1,9 +1,10 @@
-"""Columns of Arrow: `.arrow` and `.feather` files, and data sets that Hugging Face `datasets` saved to a folder.
+"""Arrow data: `.arrow` and `.feather` files, and datasets that Hugging Face `datasets` saved to a
+folder.
 
-These files are mapped, unlike others: where their rows are only Arrow knows, which wants the whole. So that a file
-that shrinks is an error and does not end the process, its size is looked at before each batch; what remains is the
-moment between. What was read stays mapped and counts as memory, but the system takes it back when it needs it.
-Files that are compressed would be copied to memory whole, so they are converted once, as CSV is.
+These files are memory-mapped, unlike others: only Arrow knows where their rows are, and it needs
+the whole file. If a mapped file shrinks, the process ends, so its size is checked before each
+batch. Mapped pages count as memory of the process, but the system can reclaim them. Compressed
+files would be copied to memory whole, so they are converted once, like CSV.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def pyarrow() -> Any:
 
 
 class Reader:
-    """Makes arrays of batches of one schema. Shapes, and formats of images, are those of the first row."""
+    """Converter from Arrow batches of one schema to arrays. Shapes and image formats are those of
+    the first row.
+    """
 
     def __init__(self, first: Any, images: ImageFormat, origin: str):
         check_names(first.schema.names, origin)
@@ -50,44 +53,46 @@ class Reader:
         }
 
     def of(self, origin: str) -> Reader:
-        """The same for another file."""
+        """Return the reader for another file."""
         reader = copy.copy(self)
         reader._origin = origin
         return reader
 
     def is_encoded(self, name: str) -> bool:
-        """Whether values of a column are made one by one: text, and images in the bytes of their files."""
+        """True if values of a column are decoded one by one: strings, and images in the bytes of
+        their files.
+        """
         return name in self._decoders or self.columns[name].dtype.hasobject
 
     def batch(self, names: Sequence[str], batch: Any, first: int) -> Batch:
-        """The named columns of a batch whose first row has the number `first`."""
+        """Return the named columns of a batch. `first` is the number of its first row."""
         rows = range(first, first + batch.num_rows)
         return {name: self.array(name, batch.column(name), rows) for name in names}
 
     def array(self, name: str, values: Any, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Values of a column; `rows` are their numbers, for messages."""
-        column, where, values = self.columns[name], f"column `{name}` of {self._origin}", _storage(values)
+        """Return the values of a column. `rows` are their numbers, for messages."""
+        column, origin, values = self.columns[name], f"column `{name}` of {self._origin}", _storage(values)
         if values.null_count:
             row = rows[int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))]
-            raise DataError(f"{where} has no value in row {row:,}", hint="fill it in, or leave the row out")
+            raise DataError(f"{origin} has no value in row {row:,}", hint="fill in a value, or remove the row")
         if name in self._decoders:
             encoded = values.field("bytes").to_pylist()
             return np.stack(
-                [self._decode(name, one, f"row {row:,} in {where}") for row, one in zip(rows, encoded, strict=True)]
+                [self._decode(name, item, f"row {row:,} in {origin}") for row, item in zip(rows, encoded, strict=True)]
             )
         if column.dtype.hasobject:
             return np.array(values.to_pylist(), object)
         if column.dtype.kind == "U":
-            raise DataError(f"{where} is {column}, which cannot be trained on", hint="encode it as numbers")
-        flat, shape = _flatten(values, where)
+            raise DataError(f"cannot train on {origin}: it is {column}", hint="encode it as numbers")
+        flat, shape = _flatten(values, origin)
         if shape != column.shape:
-            raise DataError(f"{where} has rows of different shapes: {list(column.shape)} and {list(shape)}", hint=_PAD)
+            raise DataError(f"{origin} has rows of different shapes: {list(column.shape)} and {list(shape)}", hint=_PAD)
         return flat.reshape(len(values), *shape).astype(column.dtype, copy=False)
 
     def _column(self, name: str, first: Any, images: ImageFormat) -> Column:
-        where = f"row 0 in column `{name}` of {self._origin}"
+        origin = f"row 0 in column `{name}` of {self._origin}"
         if _is_image(first.type) and (encoded := first.field("bytes")[0].as_py()):
-            self._decoders[name] = Decoder(images, encoded, where)
+            self._decoders[name] = Decoder(images, encoded, origin)
             return self._decoders[name].column
         if _is_text(first.type):
             return Column(np.dtype(object))
@@ -95,33 +100,33 @@ class Reader:
             return Column(np.dtype(str), remark=str(first.type))
         if first.null_count:
             return Column(np.dtype(str), remark="no value in row 0")
-        flat, shape = _flatten(first, where)
+        flat, shape = _flatten(first, origin)
         return Column(flat.dtype, shape, self._classes.get(name))
 
-    def _decode(self, name: str, encoded: bytes | None, where: str) -> np.ndarray:
+    def _decode(self, name: str, encoded: bytes | None, origin: str) -> np.ndarray:
         if encoded is None:
-            raise DataError(f"{where} names a file in place of an image", hint="save it with the images embedded")
-        return self._decoders[name](encoded, where)
+            raise DataError(f"{origin} is a file name, not an image", hint="save the dataset with embedded images")
+        return self._decoders[name](encoded, origin)
 
 
 def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
-    """The names that numbers stand for, as `datasets` writes them beside a schema: {column: names}."""
+    """Return the class names that `datasets` stores in a schema, by column."""
     try:
         features = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))["info"]["features"]
-        labels = {name: kind for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
-        return {name: tuple(map(str, kind["names"])) for name, kind in labels.items() if kind.get("names")}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # nothing of the kind is there
+        labels = {name: feature for name, feature in features.items() if feature.get("_type") == "ClassLabel"}
+        return {name: tuple(map(str, feature["names"])) for name, feature in labels.items() if feature.get("names")}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not written by `datasets`
         return {}
 
 
 _PAD = "pad them to one length"
 
 
-def _flatten(values: Any, where: str) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The numbers in nested lists, and the shape of each row."""
+def _flatten(values: Any, origin: str) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return the numbers in nested lists, and the shape of each row."""
     types = pyarrow().types
     if isinstance(values.type, pyarrow().FixedShapeTensorType):
-        return _tensors(values, where)
+        return _tensors(values, origin)
     shape: list[int] = []
     while _is_list(values.type):
         if types.is_fixed_size_list(values.type):
@@ -131,24 +136,24 @@ def _flatten(values: Any, where: str) -> tuple[np.ndarray, tuple[int, ...]]:
             shape.append(int(lengths[0]) if len(lengths) else 0)
             if (lengths != shape[-1]).any():
                 other = int(lengths[lengths != shape[-1]][0])
-                raise DataError(f"{where} has lists of different lengths: {shape[-1]} and {other}", hint=_PAD)
+                raise DataError(f"{origin} has lists of different lengths: {shape[-1]} and {other}", hint=_PAD)
         values = values.flatten()
     if values.null_count:
-        raise DataError(f"{where} has lists with missing numbers")
+        raise DataError(f"{origin} has lists with missing numbers")
     return values.to_numpy(zero_copy_only=False), tuple(shape)
 
 
-def _tensors(values: Any, where: str) -> tuple[np.ndarray, tuple[int, ...]]:
+def _tensors(values: Any, origin: str) -> tuple[np.ndarray, tuple[int, ...]]:
     stored = values.storage.flatten().to_numpy(zero_copy_only=False).reshape(len(values), *values.type.shape)
     permutation = values.type.permutation or list(range(len(values.type.shape)))
-    if [permutation[dim] for dim in permutation] != sorted(permutation):  # pyarrow writes it the other way round
-        raise DataError(f"{where} has tensors with dimensions in an unclear order", hint="write them in C order")
+    if [permutation[dim] for dim in permutation] != sorted(permutation):  # pyarrow writes the inverse
+        raise DataError(f"{origin} has tensors with an ambiguous permutation", hint="write them in C order")
     array = stored.transpose(0, *(dim + 1 for dim in permutation))
     return array, array.shape[1:]
 
 
 def _storage(values: Any) -> Any:
-    """The values as they are stored, not as `datasets` wraps them where it is loaded; tensors stay tensors."""
+    """Return the stored values, without the extension types of `datasets`. Tensors stay tensors."""
     pa = pyarrow()
     while isinstance(values.type, pa.BaseExtensionType) and not isinstance(values.type, pa.FixedShapeTensorType):
         values = values.storage
@@ -175,12 +180,11 @@ def _is_text(kind: Any) -> bool:
 
 
 def _is_image(kind: Any) -> bool:
-    """Whether a column is what `datasets` makes of images."""
+    """True if a column has the type that `datasets` gives to images."""
     return pyarrow().types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
-#
 
 
 def open_arrow(path: Path, images: ImageFormat) -> Dataset:
@@ -193,21 +197,21 @@ def open_arrow(path: Path, images: ImageFormat) -> Dataset:
 
 
 def open_saved(folder: Path, images: ImageFormat) -> Dataset:
-    """A folder that `Dataset.save_to_disk` wrote; `datasets` itself is not needed to read it."""
+    """Open a folder that `Dataset.save_to_disk` wrote, without importing `datasets`."""
     if (folder / "dataset_dict.json").exists():
         splits = [str(split) for split in _json(folder / "dataset_dict.json").get("splits", [])]
-        hint = "name one: " + " or ".join(str(folder / split) for split in splits)
-        raise DataError(f"{folder} holds {len(splits)} data sets: {', '.join(splits)}", hint=hint)
+        hint = "pass one: " + " or ".join(str(folder / split) for split in splits)
+        raise DataError(f"{folder} holds {len(splits)} datasets: {', '.join(splits)}", hint=hint)
     try:
         files = [folder / Path(file["filename"]).name for file in _json(folder / "state.json")["_data_files"]]
     except (KeyError, TypeError):
-        raise DataError(f"{folder / 'state.json'} does not name the files of the data set") from None
+        raise DataError(f"{folder / 'state.json'} does not name the files of the dataset") from None
     check_not_empty(len(files), str(folder))
     return concatenate([open_arrow(file, images) for file in files], folder.name)
 
 
 class _Mapped:
-    """Rows of a mapped file."""
+    """Rows of a memory-mapped file."""
 
     def __init__(self, path: Path, batches: list[Any], images: ImageFormat):
         self._path, self._size = path, path.stat().st_size
@@ -221,40 +225,40 @@ class _Mapped:
         return self._starts[-1]
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known_columns(columns, self.columns, self._path.name)
+        names = known_columns(columns, self.columns, self._path.name)
         if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
         self._check_size()
-        places = np.searchsorted(self._starts, indices, side="right") - 1
-        return {name: self._column(name, indices, places) for name in wanted}
+        batch_indices = np.searchsorted(self._starts, indices, side="right") - 1
+        return {name: self._column(name, indices, batch_indices) for name in names}
 
     def row(self, index: int) -> str:
         return f"row {index:,} of {self._path.name}"
 
-    def _column(self, name: str, indices: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def _column(self, name: str, indices: np.ndarray, batch_indices: np.ndarray) -> np.ndarray:
         column = self.columns[name]
         out = np.empty((len(indices), *(dim or 0 for dim in column.shape)), column.dtype)
-        for place in np.unique(places).tolist():
-            here = np.flatnonzero(places == place)
-            out[here] = self._rows(name, place, indices[here])
+        for index in np.unique(batch_indices).tolist():
+            mask = np.flatnonzero(batch_indices == index)
+            out[mask] = self._rows(name, index, indices[mask])
         return out
 
-    def _rows(self, name: str, place: int, indices: np.ndarray) -> np.ndarray:
-        """Rows of one batch. What is stored as numbers is looked at in place: Arrow's own way is much slower."""
-        values, start = self._batches[place].column(name), self._starts[place]
+    def _rows(self, name: str, batch_index: int, indices: np.ndarray) -> np.ndarray:
+        """Return rows of one batch. Numbers are read in place: Arrow's own `take` is much slower."""
+        values, start = self._batches[batch_index].column(name), self._starts[batch_index]
         if self._reader.is_encoded(name):
             return self._reader.array(name, values.take(pyarrow().array(indices - start)), indices)
-        if (name, place) not in self._views:
-            self._views[name, place] = self._reader.array(name, values, range(start, start + len(values)))
-        return self._views[name, place][indices - start]
+        if (name, batch_index) not in self._views:
+            self._views[name, batch_index] = self._reader.array(name, values, range(start, start + len(values)))
+        return self._views[name, batch_index][indices - start]
 
     def _check_size(self) -> None:
         try:
             size = self._path.stat().st_size
         except OSError:
-            return  # its name is gone; what is open can still be read
+            return  # the file was deleted; the open mapping can still be read
         if size < self._size:
-            raise DataError(f"{self._path} has become shorter since it was opened", hint=UNCHANGED)
+            raise DataError(f"{self._path} has shrunk since it was opened", hint=UNCHANGED)
 
 
 def _convert_once(path: Path, length: int, images: ImageFormat) -> Records:
@@ -274,7 +278,7 @@ def _convert_once(path: Path, length: int, images: ImageFormat) -> Records:
 
 
 class _File:
-    """The batches of rows in a file."""
+    """The record batches of a file."""
 
     def __init__(self, path: Path, is_mapped: bool = False):
         self._path, self._is_mapped = path, is_mapped
@@ -290,22 +294,22 @@ class _File:
                 self.extent = range(source.address, source.address + source.size)
             try:
                 file = pa.ipc.open_file(source)
-            except pa.ArrowInvalid:  # `datasets` writes the other format: a stream, without the index at the end
+            except pa.ArrowInvalid:  # `datasets` writes the stream format, without the index at the end
                 if not self._is_mapped:
                     source.seek(0)
                 batches = iter(pa.ipc.open_stream(source))
             else:
                 batches = (file.get_batch(number) for number in range(file.num_record_batches))
             for batch in batches:
-                batch.validate(full=True)  # Arrow itself follows offsets wherever they lead
-                batch.schema.names  # noqa: B018 (names are decoded when they are asked for)
+                batch.validate(full=True)  # Arrow does not check offsets when it follows them
+                batch.schema.names  # noqa: B018 (names are decoded on access)
                 yield batch
         except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
-            raise DataError(f"{self._path} is not a whole Arrow file: {error}") from None
+            raise DataError(f"{self._path} is not a complete Arrow file: {error}") from None
 
 
 def _survey(file: _File) -> tuple[list[int], bool]:
-    """The number of rows of each batch, and whether batches are the file's own bytes, not copies."""
+    """Return the number of rows per batch, and True if the batches are views of the mapped file."""
     lengths: list[int] = []
     is_mapped = True
     for batch in file:
@@ -318,7 +322,7 @@ def _survey(file: _File) -> tuple[list[int], bool]:
 def _json(path: Path) -> dict[str, Any]:
     check_file(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

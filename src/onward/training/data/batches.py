@@ -1,4 +1,6 @@
-"""Batches for a model: rows in an order that depends on seed and epoch alone, converted, checked and fetched ahead."""
+"""Batches for a model, in an order that depends on seed and epoch only; converted, checked and
+prefetched.
+"""
 
 from __future__ import annotations
 
@@ -24,47 +26,47 @@ from onward.training.data.objects import Stream
 from onward.training.data.views import Order, WindowOrder
 
 KINDS = {"normal": {"mean": 0.0, "std": 1.0}, "uniform": {"low": 0.0, "high": 1.0}}
-"""Distributions of numpy's generators, and what they take in this order."""
+"""Distributions of NumPy generators, with their arguments in order."""
 
 
 class Noise:
-    """What inputs get that no data are for: by name, a kind such as `"normal:std=0.5"`."""
+    """Random inputs that are not in the data: by name, a kind such as `"normal:std=0.5"`."""
 
     def __init__(self, kinds: Mapping[str, str], inputs: Mapping[str, ir.Value], seed: int):
         self._seed = seed
         self._kinds = {}
-        for name, kind in kinds.items():
+        for name, text in kinds.items():
             if name not in inputs:
-                raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=suggest(name, inputs))
-            spec = parse(kind)
+                raise UnknownNameError(f"the model has no input `{name}` for noise", hint=suggest(name, inputs))
+            spec = parse(text)
             numbers = lookup("kind of noise", spec.name, KINDS)
             check_options(f"the noise `{spec.name}`", spec.options, numbers)
             self._kinds[name] = (spec.name, [*{**numbers, **spec.options}.values()], *_form(inputs[name]))
 
     def __call__(self, epoch: int, batch: int, rows: int) -> dict[str, np.ndarray]:
-        """The noise for a batch."""
-        made = {}
-        for name, (kind, numbers, dtype, shape) in self._kinds.items():
+        """Return the noise of a batch."""
+        arrays = {}
+        for name, (distribution, numbers, dtype, shape) in self._kinds.items():
             rng = np.random.default_rng((self._seed, epoch, batch, zlib.crc32(name.encode())))
-            made[name] = getattr(rng, kind)(*numbers, (rows, *shape)).astype(dtype)
-        return made
+            arrays[name] = getattr(rng, distribution)(*numbers, (rows, *shape)).astype(dtype)
+        return arrays
 
 
 def _form(value: ir.Value) -> tuple[np.dtype, tuple[int, ...]]:
-    """The type of an input, and the shape of one sample."""
+    """Return the type of an input and the shape of a sample."""
     sizes = [] if value.shape is None else [size for size in value.shape[1:] if isinstance(size, int)]
-    is_known = value.shape is not None and len(sizes) == len(value.shape) - 1
-    if not is_known or value.dtype is None or not value.dtype.is_floating_point():
+    is_static = value.shape is not None and len(sizes) == len(value.shape) - 1
+    if not is_static or value.dtype is None or not value.dtype.is_floating_point():
         raise DataError(
-            f"`{value.name}` cannot be noise: it must be of a floating type, and the shape of a sample be known",
-            hint="give it as data",
+            f"`{value.name}` cannot be noise: noise needs a float type and a static sample shape",
+            hint="pass it as data",
         )
     return value.dtype.numpy(), tuple(sizes)
 
 
 T = TypeVar("T")
 
-_PATIENCE = 0.1  # seconds until a thread that waits looks whether it is still needed
+_PATIENCE = 0.1  # seconds between two checks whether the consumer has gone
 _END = object()
 
 
@@ -74,7 +76,10 @@ class _Failure:
 
 
 def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
-    """The items, `depth` of them ahead. Errors come out where their item would; leaving early ends the thread."""
+    """Yield the items, with `depth` of them prefetched by a thread.
+
+    Errors are raised at their item. Closing the generator ends the thread.
+    """
     ready: queue.Queue[Any] = queue.Queue(depth)
     is_over = threading.Event()
 
@@ -93,7 +98,7 @@ def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
                 if not put(item):
                     return
             put(_END)
-        except BaseException as error:  # whatever it is belongs to the one who asked
+        except BaseException as error:  # raised in the consumer
             put(_Failure(error))
 
     thread = threading.Thread(target=work, name="onward-data", daemon=True)
@@ -108,39 +113,38 @@ def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
             yield item
     finally:
         is_over.set()
-        thread.join(timeout=2)  # a stream that waits for something may stay; it is a daemon, and ends with the process
+        thread.join(timeout=2)  # a blocked stream may stay: it is a daemon thread
 
 
 def _get(ready: queue.Queue[Any]) -> Any:
     while True:
         try:
-            return ready.get(timeout=1)  # not for ever: some systems hear no Ctrl-C in a wait without an end
+            return ready.get(timeout=1)  # some systems ignore Ctrl-C in a wait without timeout
         except queue.Empty:
             continue
 
 
 WINDOW = 512 << 20
-"""Bytes of rows among which those of data in pieces are shuffled, unless it is said."""
-_AHEAD = 64 << 20  # bytes of batches that are fetched ahead from data in pieces
+"""Bytes of rows that are shuffled together, for data in pieces (default)."""
+_AHEAD = 64 << 20  # bytes of batches that are prefetched from data in pieces
 _ORDERED_AT_ONCE = 1 << 16  # rows whose order is computed together
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
-#
 
 
 class Batches:
-    """Batches of data or of a stream, epoch by epoch.
+    """Batches of a dataset or a stream, epoch by epoch.
 
-    - `size`, `shuffle`, `seed` and `last` are for data. A stream has batches and an order of its own.
-    - `last` says what becomes of rows that do not fill a batch: "keep" (a smaller one), "drop", or "pad" (filled up
-      with the first rows of the epoch; `samples` says how many are not).
-    - `window`: within how many rows they are shuffled, after the pieces that data are read in; all rows if it is 0, or
-      if it is not given and any row is read as quickly as the next. See `WindowOrder`.
-    - `classes` are the numbers of classes of inputs that are labels, which must be less than that, or be `ignore`.
-    - `noise` are further inputs, which are no data.
-    - `group`: of each batch only the part of this process among them. Batches are the same however many there are.
-    - `ahead` batches are fetched while one is used; 0 for none.
+    - `size`, `shuffle`, `seed` and `last` are for datasets. A stream has its own batches and order.
+    - `last`: what to do with an incomplete last batch: "keep", "drop", or "pad" (with the first
+      rows of the epoch; `samples` counts the others).
+    - `window`: number of rows that are shuffled together, after the pieces of the data; 0 for all
+      rows, the default if any row is as fast to read as the next. See `WindowOrder`.
+    - `classes`: number of classes of each label input. Labels must be smaller, or `ignore`.
+    - `noise`: further inputs that are not in the data.
+    - `group`: processes that share each batch. Batches do not depend on their number.
+    - `ahead`: number of prefetched batches; 0 for none.
     """
 
     def __init__(
@@ -160,11 +164,13 @@ class Batches:
         ahead: int = 2,
     ):
         if size < 1:
-            raise DataError(f"a batch cannot have {size} rows", hint="use a size of at least 1")
+            raise DataError(f"the batch size is {size}", hint="use a batch size of at least 1")
         if last not in ("keep", "drop", "pad"):
-            raise DataError(f"the last batch cannot be `{last}`", hint="use keep, drop or pad")
+            raise DataError(f"`last` is `{last}`", hint="use `keep`, `drop` or `pad`")
         self._data = data
-        self._bindings = {name: _binding(given) for name, given in matched.items()}
+        self._bindings = {
+            name: Binding((source,)) if isinstance(source, str) else source for name, source in matched.items()
+        }
         self._names = columns_of(self._bindings)
         self._size, self._shuffle, self._seed, self._last = size, shuffle, seed, last
         self._window = window
@@ -173,54 +179,56 @@ class Batches:
         self._group = group or Alone()
         self._check_columns()
         if self.per_epoch == 0:
-            hint = "make batches smaller, or keep the last one"
-            raise DataError(f"{self._rows:,} rows do not fill a batch of {size}, and the rest is dropped", hint=hint)
+            hint = "use a smaller `batch_size`, or `last=keep`"
+            raise DataError(f"{self._rows:,} rows do not fill a batch of {size}", hint=hint)
 
     @property
     def per_epoch(self) -> int | None:
-        """The number of batches in an epoch; None for a stream that does not know."""
+        """Return the number of batches per epoch; None for a stream of unknown length."""
         if isinstance(self._data, Stream):
             return self._data.batches_per_epoch
         return self._rows // self._size if self._last == "drop" else -(-self._rows // self._size)
 
     @property
     def rows(self) -> int | None:
-        """How many rows a whole batch has; None for a stream, whose batches are as they are."""
+        """Return the number of rows of a full batch; None for a stream."""
         return None if isinstance(self._data, Stream) else min(self._rows, self._size)
 
     @property
     def is_padded(self) -> bool:
-        """Whether the last batch may hold rows that were there before: `samples` tells."""
+        """True if the last batch may be padded: `samples` counts the rows that are not padding."""
         return self._last == "pad" and isinstance(self._data, Dataset)
 
     def samples(self, index: int) -> int:
-        """How many rows of batch `index` of an epoch of data are not padding."""
+        """Return the number of rows in batch `index` of an epoch that are not padding."""
         return max(0, min(self._rows - index * self._size, self._size))
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, beginning with number `start`: exactly those that come when nothing is left out."""
+        """Yield the batches of an epoch from number `start`: the same as when all are read."""
         batches = self._of_stream(epoch, start) if isinstance(self._data, Stream) else self._of_data(epoch, start)
         ahead = prefetch(batches, self._count_ahead()) if self._ahead else batches
         return self._agree(ahead, epoch, start) if self._is_divided else ahead
 
     def _count_ahead(self) -> int:
-        """How many batches to fetch ahead. Where a window begins, pieces must be read first: more of them hide that."""
+        """Return the number of batches to prefetch. At the start of a window pieces are read, which
+        more batches hide.
+        """
         if isinstance(self._data, Stream) or pieces_of(self._data) is None:
             return self._ahead
         rows = -(-self._size // self._group.size)
         return max(self._ahead, _AHEAD // max(rows * bytes_of_row(self._data.columns, self._names), 1))
 
-    # ---- where batches come from ----
+    # ---- sources ----
 
     def _of_data(self, epoch: int, start: int) -> Iterator[Batch]:
         assert isinstance(self._data, Dataset)
         for number, rows in enumerate(self._orders(epoch, start), start):
-            own = rows[self._group.share(len(rows))]
-            made = self._convert(self._data.take(own, self._names), partial(_row, self._data, own))
-            yield self._portion(made, self._noise(epoch, number, len(rows)), len(rows))
+            own_rows = rows[self._group.share(len(rows))]
+            batch = self._convert(self._data.take(own_rows, self._names), partial(_row, self._data, own_rows))
+            yield self._portion(batch, self._noise(epoch, number, len(rows)), len(rows))
 
     def _orders(self, epoch: int, start: int) -> Iterator[np.ndarray]:
-        """The rows of each batch. Their order is computed piece by piece, so that it takes no memory."""
+        """Yield the rows of each batch. Their order is computed in chunks, to save memory."""
         order = self._order(epoch) if self._shuffle else np.asarray
         at_once = max(_ORDERED_AT_ONCE // self._size, 1)
         count = self.per_epoch or 0
@@ -243,24 +251,24 @@ class Batches:
 
     def _of_stream(self, epoch: int, start: int) -> Iterator[Batch]:
         assert isinstance(self._data, Stream)
-        found = self._data.epoch(epoch, start, size=self._size, drop=self._last == "drop", group=self._group)
-        for number, batch in enumerate(found, start):
+        batches = self._data.epoch(epoch, start, size=self._size, drop=self._last == "drop", group=self._group)
+        for number, batch in enumerate(batches, start):
             for name in self._names:
                 if name not in batch:
                     raise DataError(f"batch {number:,} of the stream has no column `{name}`, as the first one has")
-            made = self._convert(batch, f"sample {{:,}} of batch {number:,}".format)
+            converted = self._convert(batch, f"sample {{:,}} of batch {number:,}".format)
             if self._is_divided:
-                yield made
+                yield converted
                 continue
-            whole = _samples(made)
-            own = self._group.share(whole)
-            parts = {name: array[own] if array.ndim else array for name, array in made.items()}
-            yield self._portion(parts, self._noise(epoch, number, whole), whole)
+            whole = _samples(converted)
+            share = self._group.share(whole)
+            shards = {name: array[share] if array.ndim else array for name, array in converted.items()}
+            yield self._portion(shards, self._noise(epoch, number, whole), whole)
 
     def _agree(self, batches: Iterator[Batch], epoch: int, start: int) -> Iterator[Batch]:
-        """Batches of which each process has read its own part, until one of them has no more.
+        """Yield the shards that each process has read, until one process has no more.
 
-        Processes talk here, so this is for the thread in which they train.
+        The processes communicate here, so this runs in the thread that trains.
         """
         for number in itertools.count(start):
             own = next(batches, None)
@@ -272,45 +280,45 @@ class Batches:
             more = {name: array[before : before + counts[self._group.rank]] for name, array in noise.items()}
             yield Portion(own | more, sum(counts))
 
-    def _portion(self, made: Batch, noise: Batch, whole: int) -> Batch:
-        own = self._group.share(whole)
-        batch = made | {name: array[own] for name, array in noise.items()}
+    def _portion(self, shard: Batch, noise: Batch, whole: int) -> Batch:
+        share = self._group.share(whole)
+        batch = shard | {name: array[share] for name, array in noise.items()}
         return batch if self._group.size == 1 else Portion(batch, whole)
 
     @property
     def _is_divided(self) -> bool:
-        """Whether each process reads a part of its own from a stream."""
+        """True if each process reads its own shard of a stream."""
         return isinstance(self._data, Stream) and self._data.is_divided and self._group.size > 1
 
-    # ---- what is made of them ----
+    # ---- conversion and checks ----
 
     @property
     def _rows(self) -> int:
         assert isinstance(self._data, Dataset)
         return len(self._data)
 
-    def _convert(self, batch: Batch, where: Callable[[int], str]) -> Batch:
-        made: Batch = {}
+    def _convert(self, batch: Batch, describe_row: Callable[[int], str]) -> Batch:
+        converted: Batch = {}
         for name, binding in self._bindings.items():
             for column in binding.columns:
-                _check_numbers(column, batch[column], binding.dtype, where)
-            made[name] = binding(batch)
+                _check_numbers(column, batch[column], binding.dtype, describe_row)
+            converted[name] = binding(batch)
             if name in self._classes:
-                self._check_labels(name, made[name], where)
-        return made
+                self._check_labels(name, converted[name], describe_row)
+        return converted
 
     def _check_columns(self) -> None:
         for name, binding in self._bindings.items():
             for column in binding.columns:
-                there = self._data.columns.get(column)
-                if there is None:
-                    raise DataError(f"the data have no column `{column}`, which input `{name}` takes")
-                if binding.classes is not None and there.classes != binding.classes:
-                    hint = "both must have the same classes in the same order; or split one data set"
-                    listed = f"{_few(there.classes)}, not {_few(binding.classes)}"
-                    raise DataError(f"column `{column}` has other classes than it had before: {listed}", hint=hint)
+                source = self._data.columns.get(column)
+                if source is None:
+                    raise DataError(f"the data have no column `{column}` for input `{name}`")
+                if binding.classes is not None and source.classes != binding.classes:
+                    hint = "use the same classes in the same order, or split one dataset"
+                    listed = f"{_few(source.classes)}, not {_few(binding.classes)}"
+                    raise DataError(f"the classes of column `{column}` have changed: {listed}", hint=hint)
 
-    def _check_labels(self, name: str, labels: np.ndarray, where: Callable[[int], str]) -> None:
+    def _check_labels(self, name: str, labels: np.ndarray, describe_row: Callable[[int], str]) -> None:
         classes = self._classes[name]
         if labels.size and 0 <= labels.min() <= labels.max() < classes:
             return
@@ -320,13 +328,13 @@ class Batches:
         if is_wrong.any():
             at = np.argwhere(is_wrong)[0]
             label = int(labels[tuple(at)])
-            message = f"label {label} in {where(at[0])} is out of range: input `{name}` has {classes} classes"
-            ways = f"if {label} means no class: `cross_entropy:ignore_index={label}`; else correct the row"
+            message = f"label {label} in {describe_row(at[0])} is out of range: input `{name}` has {classes} classes"
+            advice = f"if {label} means no class: `cross_entropy:ignore_index={label}`; else correct the row"
             if label == classes and labels.min() > 0:
-                ways = "if they begin at 1, subtract 1"
+                advice = "if they begin at 1, subtract 1"
             elif classes <= label < 2 * classes:
-                ways += f", or give the model more classes: `--new-head {label + 1}`"
-            hint = f"labels go from 0 to {classes - 1}; {ways}"
+                advice += f", or give the model more classes: `--new-head {label + 1}`"
+            hint = f"labels go from 0 to {classes - 1}; {advice}"
             raise DataError(message, hint=hint)
 
 
@@ -338,48 +346,48 @@ def _row(data: Dataset, rows: np.ndarray, at: int) -> str:
     return data.row(int(rows[at]))
 
 
-def _binding(given: Binding | str) -> Binding:
-    return Binding((given,)) if isinstance(given, str) else given
-
-
 def _few(classes: tuple[str, ...] | None) -> str:
     return ", ".join((classes or ("none",))[:3]) + (", ..." if len(classes or ()) > 3 else "")
 
 
-def _check_numbers(column: str, values: np.ndarray, wanted: np.dtype | None, where: Callable[[int], str]) -> None:
-    """Refuse what would spread to every weight, and what its new type cannot hold."""
+def _check_numbers(
+    column: str, values: np.ndarray, target: np.dtype | None, describe_row: Callable[[int], str]
+) -> None:
+    """Refuse NaN and infinities, which spread to every weight, and numbers that their new type
+    cannot hold.
+    """
     if not values.size:
         return
     if is_float(values.dtype):
-        _check_floats(column, values, wanted, where)
-    elif wanted is not None and wanted.kind in "iu" and values.dtype.kind in "iu":
-        if np.can_cast(values.dtype, wanted):
+        _check_floats(column, values, target, describe_row)
+    elif target is not None and target.kind in "iu" and values.dtype.kind in "iu":
+        if np.can_cast(values.dtype, target):
             return
-        limits = np.iinfo(wanted)
+        limits = np.iinfo(target)
         if values.min() < limits.min or values.max() > limits.max:
-            _refuse(column, values, (values < limits.min) | (values > limits.max), wanted, where)
+            _refuse(column, values, (values < limits.min) | (values > limits.max), target, describe_row)
 
 
-def _check_floats(column: str, values: np.ndarray, wanted: np.dtype | None, where: Callable[[int], str]) -> None:
-    """No NaN, and no infinity but that below zero: masks of attention have it."""
+def _check_floats(column: str, values: np.ndarray, target: np.dtype | None, describe_row: Callable[[int], str]) -> None:
+    """Refuse NaN and positive infinity. Attention masks contain negative infinity."""
     with np.errstate(invalid="ignore"):
         least, most = float(values.min()), float(values.max())  # both are NaN if one value is, without a copy
     if math.isnan(least) or most == math.inf:
         is_nan = math.isnan(least)
         at = np.argwhere(np.isnan(values) if is_nan else values == math.inf)[0]
-        hint = "fill in what is missing, or leave the row out" if is_nan else "leave the row out, or put a limit to it"
-        what = "NaN (not a number)" if is_nan else "infinite"
-        raise DataError(f"column `{column}` is {what} in {where(at[0])}", hint=hint)
-    if wanted is not None and is_float(wanted) and wanted.itemsize < values.dtype.itemsize:
-        limit = float(ml_dtypes.finfo(wanted).max)  # type: ignore[no-untyped-call]
+        hint = "fill in missing values, or remove the row" if is_nan else "remove the row, or clip the value"
+        name = "NaN (not a number)" if is_nan else "infinite"
+        raise DataError(f"column `{column}` is {name} in {describe_row(at[0])}", hint=hint)
+    if target is not None and is_float(target) and target.itemsize < values.dtype.itemsize:
+        limit = float(ml_dtypes.finfo(target).max)  # type: ignore[no-untyped-call]
         if most > limit or least < -limit:
             is_large = np.isfinite(values) & (np.abs(values) > limit)
             if is_large.any():
-                _refuse(column, values, is_large, wanted, where)
+                _refuse(column, values, is_large, target, describe_row)
 
 
 def _refuse(
-    column: str, values: np.ndarray, is_large: np.ndarray, wanted: np.dtype, where: Callable[[int], str]
+    column: str, values: np.ndarray, is_large: np.ndarray, target: np.dtype, describe_row: Callable[[int], str]
 ) -> None:
     at = np.argwhere(is_large)[0]
-    raise DataError(f"column `{column}` is {values[tuple(at)]} in {where(at[0])}, too large for {wanted.name}")
+    raise DataError(f"column `{column}` is {values[tuple(at)]} in {describe_row(at[0])}, too large for {target.name}")

@@ -1,7 +1,8 @@
-"""CSV: a header and a value per cell. Columns are whole numbers, numbers, or text.
+"""CSV files: a header and rows of cells. Columns are integers, floats, or text.
 
-A first pass finds types and problems, a second converts. Text becomes the numbers of its classes, the distinct texts in
-sorted order, as folders of images do. A cell that is missing matters only where its column is used.
+A first pass finds types and problems, a second converts. Text becomes class numbers, in the sorted
+order of distinct strings, as for folders of images. A missing cell matters only if its column is
+used.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _CHUNK = 4096  # rows
 
 @dataclass
 class _Kind:
-    """What the cells of a column have been so far."""
+    """Type of a column, as far as its cells were read."""
 
     number: type[int] | type[float] | None = int  # None: text
-    why_text: str = ""  # the first cell that is no number
+    why_text: str = ""  # the first cell that is not a number
     missing: str = ""  # the first line without a value
     texts: set[str] = field(default_factory=set)
-    has_all_texts: bool = True  # not if there were numbers first, whose cells were not kept
+    has_all_texts: bool = True  # False if earlier cells were numbers, which are not collected
 
 
 @dataclass
@@ -55,15 +56,15 @@ def open_csv(path: Path) -> Records:
             for kind, cells in zip(kinds, chunk.cells, strict=True):
                 _keep_texts(kind, cells)
     columns = {name: _column(kind) for name, kind in zip(names, kinds, strict=True)}
-    places = {name: at for at, name in enumerate(names)}
+    positions = {name: position for position, name in enumerate(names)}
 
-    def convert(wanted: Sequence[str]) -> Iterator[Batch]:
-        for name in wanted:
-            if line := kinds[places[name]].missing:
-                hint = "fill it in, leave the row out, or use another column"
+    def convert(requested: Sequence[str]) -> Iterator[Batch]:
+        for name in requested:
+            if line := kinds[positions[name]].missing:
+                hint = "fill in a value, remove the row, or use another column"
                 raise DataError(f"{line} of {path} has no value in column `{name}`", hint=hint)
         for chunk in _read(path)[1]:
-            yield {name: _values(columns[name], chunk.cells[places[name]], path) for name in wanted}
+            yield {name: _values(columns[name], chunk.cells[positions[name]], path) for name in requested}
 
     def row(index: int) -> str:
         return f"line {index + 2:,} of {path.name}" if lines_are_rows else f"row {index:,} of {path.name}"
@@ -75,7 +76,7 @@ def open_csv(path: Path) -> Records:
 
 
 def _read(path: Path) -> tuple[list[str], Iterator[_Chunk]]:
-    """The names in the header, and the rows below it."""
+    """Return the names in the header and the rows below."""
     rows = _rows(path)
     _, names = next(rows, (0, []))
     _check_header(names, path)
@@ -83,7 +84,7 @@ def _read(path: Path) -> tuple[list[str], Iterator[_Chunk]]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
-    """The line on which each row ends, and its cells; empty lines are passed over."""
+    """Yield the last line number and the cells of each row. Empty lines are skipped."""
     line = 0
     check_file(path)
     try:
@@ -104,24 +105,25 @@ def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _check_header(names: list[str], path: Path) -> None:
-    hint = "the first line gives each column a name: length,width,label"
+    hint = "the first line must name the columns, such as length,width,label"
     if not names:
         raise DataError(f"{path} is empty", hint=hint)
     if all(_is_number(name) for name in names):
         raise DataError(f"{path} has no header: its first line holds numbers", hint=hint)
     for name, count in Counter(names).items():
         if not name.strip() or count > 1:
-            raise DataError(f"the header of {path} has the name `{name}` more than once, or an empty one", hint=hint)
+            raise DataError(f"the header of {path} has a duplicate or empty name: `{name}`", hint=hint)
 
 
 def _chunks(rows: Iterator[tuple[int, list[str]]], names: list[str], path: Path) -> Iterator[_Chunk]:
     first_row = 0
-    while part := list(itertools.islice(rows, _CHUNK)):
-        for line, cells in part:
+    while rows_read := list(itertools.islice(rows, _CHUNK)):
+        for line, cells in rows_read:
             if len(cells) != len(names):
                 raise DataError(f"line {line:,} of {path} has {len(cells)} cells, but the header has {len(names)}")
-        yield _Chunk(first_row, [line for line, _ in part], list(zip(*(cells for _, cells in part), strict=True)))
-        first_row += len(part)
+        lines, cells_by_row = zip(*rows_read, strict=True)
+        yield _Chunk(first_row, list(lines), list(zip(*cells_by_row, strict=True)))
+        first_row += len(rows_read)
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def _is_number(cell: str) -> bool:
         float(cell)
     except ValueError:
         return False
-    return "_" not in cell  # Python reads 1_000 as a number, others do not
+    return "_" not in cell  # Python reads 1_000 as a number, other readers do not
 
 
 def _look(kind: _Kind, cells: tuple[str, ...], chunk: _Chunk) -> None:
@@ -142,8 +144,8 @@ def _look(kind: _Kind, cells: tuple[str, ...], chunk: _Chunk) -> None:
         kind.number = float
     if kind.number is float and not _all_convert(float, cells):
         kind.number = None
-        at = next(at for at, cell in enumerate(cells) if cell and not _is_number(cell))
-        kind.why_text = f"`{cells[at][:20]}` on line {chunk.lines[at]:,}"
+        index = next(index for index, cell in enumerate(cells) if cell and not _is_number(cell))
+        kind.why_text = f"`{cells[index][:20]}` on line {chunk.lines[index]:,}"
         kind.has_all_texts = chunk.first_row == 0
     _keep_texts(kind, cells)
 

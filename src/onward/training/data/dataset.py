@@ -1,4 +1,4 @@
-"""What data are: named columns, and rows taken by their numbers. All that can be opened becomes this, or a stream."""
+"""Datasets: named columns, with rows taken by number. All data become a dataset or a stream."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from onward.errors import DataError, UnsupportedError, suggest
 Batch = dict[str, np.ndarray]
 
 MOST_CLASSES = 10_000
-"""Text with more different values is no class but prose."""
+"""Text with more distinct values is prose, not class names."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """What one sample has in a column. A dimension that is not known, or varies, is None."""
+    """Type of a column, per sample. An unknown or varying dimension is None."""
 
     dtype: np.dtype
     shape: tuple[int | None, ...] = ()
-    classes: tuple[str, ...] | None = None  # the numbers stand for these names
-    remark: str = ""  # what a user may wonder about
-    limit: float | None = None  # numbers that were bytes go from 0 to this
-    is_costly: bool = field(default=False, compare=False)  # each value is decoded from an image, or made by Python code
+    classes: tuple[str, ...] | None = None  # names of the class numbers
+    remark: str = ""  # a note for messages
+    limit: float | None = None  # maximum of numbers that were bytes
+    is_costly: bool = field(default=False, compare=False)  # values come from images or Python code
 
     def __str__(self) -> str:
         name = "text" if self.dtype.kind in "USO" else self.dtype.name
@@ -40,7 +40,9 @@ class Column:
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Rows that can be taken in any order, and by several threads: training and validation may share them."""
+    """Rows that can be taken in any order, by several threads: training and validation may share
+    them.
+    """
 
     @property
     def columns(self) -> Mapping[str, Column]: ...
@@ -48,29 +50,31 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        """These rows in this order: all columns, or only those named, in arrays that the caller may keep."""
+        """Return rows in this order: all columns, or the named ones, in new arrays."""
         ...
 
     def row(self, index: int) -> str:
-        """Where a row comes from, for messages: `row 17 of digits.npz`."""
+        """Return the origin of a row, for messages: `row 17 of digits.npz`."""
         ...
 
 
 def pieces_of(data: Dataset) -> np.ndarray | None:
-    """The first row of each piece of data that are read in pieces, and the number of all rows; None for others.
+    """Return the first row of each piece, and the number of all rows; None for data that are not in
+    pieces.
 
-    To read a row of a piece is to read all of it, so that rows are better taken in an order that knows (`pieces`).
+    Reading a row of a piece reads the whole piece, so rows are taken in an order that respects
+    pieces.
     """
     return getattr(data, "pieces", None)
 
 
 def bytes_of_row(columns: Mapping[str, Column], names: Iterable[str]) -> int:
-    """What a row takes in memory. A dimension that is not known does not count."""
+    """Return the bytes of a row in memory. Unknown dimensions do not count."""
     return sum(columns[name].dtype.itemsize * math.prod(dim or 1 for dim in columns[name].shape) for name in names)
 
 
 class Rows(Protocol):
-    """One column: an array whose first dimension counts rows, wherever it is."""
+    """A column: an array, in memory or in a file, whose first axis counts rows."""
 
     @property
     def dtype(self) -> np.dtype: ...
@@ -81,15 +85,17 @@ class Rows(Protocol):
     def __getitem__(self, indices: np.ndarray, /) -> Any: ...
 
 
-def _turned(arrays: Mapping[str, Rows], lengths: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return a column that has the rows of most others on a later axis, and that axis."""
+def _transposed(arrays: Mapping[str, Rows], lengths: Mapping[str, int]) -> tuple[str, int] | None:
+    """Return a column whose rows are on a later axis, and that axis, if another axis has the common
+    number of rows.
+    """
     common = max(lengths.values(), key=list(lengths.values()).count)
     odd = (name for name in arrays if lengths[name] != common and common in arrays[name].shape)
     return next(((name, arrays[name].shape.index(common)) for name in odd), None)
 
 
 class Columns:
-    """A data set made of columns that are arrays, in memory or in files."""
+    """A dataset of columns that are arrays, in memory or in files."""
 
     def __init__(self, arrays: Mapping[str, Rows], origin: str = "the data"):
         if not arrays:
@@ -99,9 +105,9 @@ class Columns:
         lengths = {name: array.shape[0] for name, array in arrays.items()}
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"`{name}` has {length:,}" for name, length in lengths.items())
-            hint = "give the columns that belong together: image=FILE.npz:x_train label=FILE.npz:y_train"
-            if turned := _turned(arrays, lengths):
-                hint = f"rows are axis 0: if those of `{turned[0]}` are axis {turned[1]}, move them there in the data"
+            hint = "select columns of equal length: image=FILE.npz:x_train label=FILE.npz:y_train"
+            if transposed := _transposed(arrays, lengths):
+                hint = f"rows are axis 0, but those of `{transposed[0]}` may be axis {transposed[1]}: transpose it"
             raise DataError(f"columns of {origin} differ in their number of rows: {listed}", hint=hint)
         self._arrays = dict(arrays)
         self._origin = origin
@@ -121,10 +127,10 @@ class Columns:
 
 def _check_column(name: str, array: Rows, origin: str) -> None:
     if array.dtype.hasobject and not _is_text(array):
-        hint = "save numbers of one type and shape per column; nothing that needs unpickling is loaded"
+        hint = "save numbers of one type and shape per column; pickled objects are not loaded"
         raise DataError(f"column `{name}` of {origin} holds Python objects, not numbers", hint=hint)
     if not array.shape:
-        raise DataError(f"column `{name}` of {origin} is a single value; a column has a value per row")
+        raise DataError(f"column `{name}` of {origin} is a single value, not one per row")
 
 
 def _is_text(array: Rows) -> bool:
@@ -133,40 +139,40 @@ def _is_text(array: Rows) -> bool:
 
 def check_not_empty(length: int, origin: str) -> None:
     if not length:
-        raise DataError(f"{origin} has no rows", hint="there must be something to learn from")
+        raise DataError(f"{origin} has no rows", hint="pass data with at least one row")
 
 
-def known_columns(wanted: Sequence[str] | None, columns: Mapping[str, Column], origin: str) -> Sequence[str]:
-    """The names of the columns to take, all of which exist."""
-    for name in wanted or ():
+def known_columns(names: Sequence[str] | None, columns: Mapping[str, Column], origin: str) -> Sequence[str]:
+    """Return the names of the columns to take, and raise DataError for unknown ones."""
+    for name in names or ():
         if name not in columns:
             listed = "columns are " + ", ".join(f"`{other}`" for other in columns)
             raise DataError(f"{origin} has no column `{name}`", hint=suggest(name, columns) or listed)
-    return list(columns) if wanted is None else wanted
+    return list(columns) if names is None else names
 
 
 def check_names(names: Iterable[str], origin: str) -> None:
-    """Refuse columns without a name, and of the same: which of them is meant, nobody knows."""
+    """Refuse unnamed and duplicate columns."""
     for name, count in Counter(names).items():
         if count > 1 or not name:
-            what = f"{count} columns called `{name}`" if name else "a column without a name"
-            raise DataError(f"{origin} has {what}", hint="give each a name of its own")
+            problem = f"{count} columns named `{name}`" if name else "a column without a name"
+            raise DataError(f"{origin} has {problem}", hint="use unique names")
 
 
 def to_array(value: Any, name: str, origin: str = "the data") -> np.ndarray:
-    """A numpy array of whatever is like one: lists, numbers, tensors of a framework."""
+    """Return a NumPy array of a list, a number or a tensor of a framework."""
     if isinstance(value, np.ndarray):
         return value
-    if hasattr(value, "detach"):  # a tensor of PyTorch, which may be on a device or need gradients
+    if hasattr(value, "detach"):  # a PyTorch tensor
         value = value.detach().cpu()
     try:
         return np.asarray(value)
-    except (ValueError, TypeError) as error:  # lists of different lengths; types that numpy does not have
+    except (ValueError, TypeError) as error:  # ragged lists; types that NumPy lacks
         raise DataError(f"column `{name}` of {origin} is not an array: {error}") from None
 
 
 def optional_package(module: str, purpose: str) -> Any:
-    """A module of the extra `data`."""
+    """Import a module of the extra `data`."""
     package = {"PIL": "Pillow"}.get(module.partition(".")[0], module.partition(".")[0])
     try:
         return importlib.import_module(module)

@@ -1,8 +1,9 @@
 """Arrays in files, read row by row.
 
-Files are read, not mapped. A mapped file that shrinks while it is used ends the process at once (SIGBUS), and with it
-a run that could have been saved; a read that comes back short is an error like any other. Pages of a mapped file also
-count as memory of the process. A read per row costs a microsecond or two, and the system's cache keeps what fits.
+Files are read, not memory-mapped. If a mapped file shrinks, the process ends at once (SIGBUS), with
+a run that could have been saved; a short read is an ordinary error. Mapped pages also count as
+memory of the process. A read per row takes a microsecond or two, and the system's cache keeps what
+fits.
 """
 
 from __future__ import annotations
@@ -26,44 +27,44 @@ from onward.training.data.dataset import Batch, Column, check_not_empty, known_c
 
 
 def check_file(path: PathLike) -> int:
-    """The size of a file that is there to be read; what is none is refused."""
+    """Return the size of a regular file, and raise DataError for anything else."""
     try:
         return regular(path).st_size
     except NotRegularError as error:
-        hint = "write the data to a file first: it is read more than once"
+        hint = "write the data to a regular file first: it is read more than once"
         raise DataError(f"{path} is {reason(error)}", hint=hint) from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {reason(error)}") from error
 
 
 def files_in(folder: Path) -> list[Path]:
-    """What is in a folder, in order, but for what is hidden."""
+    """Return the visible entries of a folder, sorted by name."""
     try:
         return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise DataError(f"cannot read the folder {folder}: {reason(error)}") from error
 
 
-UNCHANGED = "leave data as they are until the run is over; the run can be resumed"
-GONE = "it was there when the data were opened: put it back; the run can be resumed"
+UNCHANGED = "do not change the data during a run; the run can be resumed"
+GONE = "the file was deleted after it was opened: restore it, then resume the run"
 _MOST_OPEN = 256
 
 
 class DataFile:
-    """A file to read from at any place; closed when nobody uses it any more.
+    """A file for random reads, closed when it is no longer referenced.
 
-    Of files that have a name, no more than some are open at a time: the one that was used least recently is closed,
-    and opened when it is needed again. It must be the same then.
+    At most `_MOST_OPEN` named files are open at a time. The least recently used one is closed, and
+    reopened on demand; it must be unchanged then.
     """
 
-    _open: ClassVar[OrderedDict[int, weakref.ref[DataFile]]] = OrderedDict()  # the one that was used last is last
+    _open: ClassVar[OrderedDict[int, weakref.ref[DataFile]]] = OrderedDict()  # most recently used last
     _open_lock: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, file: IO[bytes], origin: str, path: Path | None = None):
         self.origin = origin
         self.size = file.seek(0, 2)
-        self._path = None if path is None else path.absolute()  # the current folder may be another by then
-        self._lock = threading.Lock()  # a file has one position
+        self._path = None if path is None else path.absolute()  # the current folder may change
+        self._lock = threading.Lock()  # guards the file position
         self._hold(file)
 
     @classmethod
@@ -81,14 +82,14 @@ class DataFile:
         if self._path is not None:
             with self._open_lock:
                 self._open[id(self)] = weakref.ref(self)
-                for other in [one() for one in list(self._open.values())[:-_MOST_OPEN]]:
-                    if other is not None and other._lock.acquire(blocking=False):  # else it is in use
+                for other in [reference() for reference in list(self._open.values())[:-_MOST_OPEN]]:
+                    if other is not None and other._lock.acquire(blocking=False):  # not in use
                         other._close()
                         other._file = None
                         other._lock.release()
 
     def _file_to_read(self) -> IO[bytes]:
-        """The file, opened again if need be. The caller has the lock."""
+        """Return the file, reopened if necessary. The caller holds the lock."""
         if self._path is None or self._file is not None:
             assert self._file is not None
             with self._open_lock:
@@ -106,43 +107,45 @@ class DataFile:
 
     @classmethod
     def temporary(cls, fill: Callable[[IO[bytes]], None], origin: str) -> DataFile:
-        """A copy of something, without a name where the system allows that, gone with the process or before."""
+        """Return a temporary copy that ends with the process or earlier; unnamed where the system
+        allows it.
+        """
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # closed like the others
         try:
             fill(file)
         except OSError as error:
             file.close()
             message = f"cannot make a temporary copy of {origin}: {error.strerror or error}"
-            raise DataError(message, hint="it takes space on the disk; TMPDIR says on which one") from error
+            raise DataError(message, hint="free disk space, or set TMPDIR to a folder on another disk") from error
         except BaseException:
             file.close()
             raise
         return cls(file, f"the temporary copy of {origin}")
 
     def read(self, at: int, count: int) -> bytes:
-        """Some bytes, fewer where the file ends."""
+        """Return `count` bytes from offset `at`, fewer at the end of the file."""
         buffer = np.empty(max(min(count, self.size - at), 0), np.uint8)
         self.read_into(buffer, at)
         return buffer.tobytes()
 
     def read_into(self, buffer: np.ndarray, at: int) -> None:
-        """Fill a flat buffer of bytes."""
+        """Fill a flat buffer with the bytes from offset `at`."""
         view = buffer.data
         try:
             with self._lock:
                 file = self._file_to_read()
                 file.seek(at)
-                while view.nbytes:  # a system may return less than asked for, and does beyond 2 GiB
+                while view.nbytes:  # reads may be short: Linux returns at most 2 GiB
                     count = file.readinto(view)  # type: ignore[attr-defined] # raw files have it
                     if not count:
-                        raise DataError(f"{self.origin} has become shorter since it was opened", hint=UNCHANGED)
+                        raise DataError(f"{self.origin} has shrunk since it was opened", hint=UNCHANGED)
                     view = view[count:]
         except OSError as error:
             raise DataError(f"cannot read {self.origin}: {error.strerror or error}") from error
 
 
 def _facts(file: IO[bytes]) -> tuple[int, int, int]:
-    """What is the same as long as a file is."""
+    """Return facts that change when a file changes."""
     stat = os.fstat(file.fileno())
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
@@ -154,7 +157,7 @@ def _close(number: int, file: IO[bytes]) -> None:
 
 
 class FileRows:
-    """An array in a file, in C order, of which rows are read when asked for."""
+    """An array in a file, in C order, whose rows are read on demand."""
 
     def __init__(self, file: DataFile, offset: int, dtype: np.dtype, shape: tuple[int, ...]):
         self.dtype, self.shape = dtype, shape
@@ -165,11 +168,11 @@ class FileRows:
         if len(indices) and not 0 <= indices.min() <= indices.max() < self.shape[0]:
             raise IndexError(f"rows {indices.min()} to {indices.max()} of {self.shape[0]}")
         raw = np.empty(len(indices) * self._row_bytes, np.uint8)
-        breaks = np.flatnonzero(np.diff(indices) != 1) + 1  # neighbours are read at once
+        breaks = np.flatnonzero(np.diff(indices) != 1) + 1  # consecutive rows are one read
         for start, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(indices)], strict=True):
             if start < stop:
-                part = raw[start * self._row_bytes : stop * self._row_bytes]
-                self._file.read_into(part, self._offset + int(indices[start]) * self._row_bytes)
+                buffer = raw[start * self._row_bytes : stop * self._row_bytes]
+                self._file.read_into(buffer, self._offset + int(indices[start]) * self._row_bytes)
         return raw.view(self.dtype).reshape(len(indices), *self.shape[1:])
 
     def all(self) -> np.ndarray:
@@ -177,11 +180,11 @@ class FileRows:
 
 
 def rows_of(file: DataFile, stored: Stored) -> FileRows | np.ndarray:
-    """An array in a file: in memory if there is room, else to be read by rows. It must be there in full."""
+    """Return an array in a file, loaded if memory allows, else read by rows."""
     needed = stored.offset + stored.size
     if file.size < needed:
-        hint = "it was not written or copied to its end; write it again"
-        raise DataError(f"{file.origin} is cut off: it has {file.size:,} bytes of {needed:,}", hint=hint)
+        hint = "the file was not written or copied completely; write it again"
+        raise DataError(f"{file.origin} is truncated: it has {file.size:,} of {needed:,} bytes", hint=hint)
     if not stored.size:
         return np.empty(stored.shape, stored.dtype)
     rows = FileRows(file, stored.offset, stored.dtype, stored.shape)
@@ -189,17 +192,17 @@ def rows_of(file: DataFile, stored: Stored) -> FileRows | np.ndarray:
     return rows if in_memory is None else in_memory
 
 
-# ---- small data, which are held in memory; all share one limit -------------------------------------------------------
+# ---- small data in memory, with a common limit -----------------------------------------------------------------------
 
 
 LIMIT = 128 << 20  # bytes
 
-_lock = threading.RLock()  # arrays may be collected, and counted, while it is held
+_lock = threading.RLock()  # reentrant: a finalizer may run while it is held
 _used = 0
 
 
 def hold_in_memory(size: int, make: Callable[[], np.ndarray]) -> np.ndarray | None:
-    """What `make` returns, an array of `size` bytes, if there is room for it."""
+    """Return the array of `make`, of `size` bytes, if the limit allows; else None."""
     with _lock:
         if _used + size > LIMIT:
             return None
@@ -219,16 +222,15 @@ def _count(size: int) -> None:
         _used += size
 
 
-# ---- what is converted -----------------------------------------------------------------------------------------------
-# Data whose rows cannot be read one by one (text, compressed files) are converted once, a chunk at a time. The values
-# of a row lie together in a temporary file, so that a row is one read whatever the number of columns, and memory stays
-# the same whatever the number of rows. Only columns that are used are converted. The file has no name where the system
-# allows that, so nothing is left behind, whatever ends the process. `TMPDIR` says where it is.
+# ---- converted data --------------------------------------------------------------------------------------------------
+# Data without random access to rows (text, compressed files) are converted once, in chunks, to a temporary file of
+# records: a row is one read for any number of columns, and memory does not grow with rows. Only columns in use are
+# converted. The file is unnamed where the system allows it, so it disappears with the process. It is in `TMPDIR`.
 
 
 @dataclass
 class Conversion:
-    """How to read a source from its beginning to its end."""
+    """A source that is read from beginning to end."""
 
     columns: Mapping[str, Column]
     length: int
@@ -238,37 +240,37 @@ class Conversion:
 
 
 class Records:
-    """A data set that is converted when its rows are first taken."""
+    """A dataset that is converted when its rows are first taken."""
 
     def __init__(self, source: Conversion):
         check_not_empty(source.length, source.origin)
         self.columns = source.columns
         self._source = source
         self._lock = threading.Lock()
-        self._tables: list[np.ndarray | FileRows] = []  # of rows that are records; each has columns of its own
-        self._texts: Batch = {}  # which have no length in common, and stay in memory
+        self._tables: list[np.ndarray | FileRows] = []  # of records, with different columns each
+        self._texts: Batch = {}  # strings of any length, in memory
 
     def __len__(self) -> int:
         return self._source.length
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known_columns(columns, self.columns, self._source.origin)
+        requested = known_columns(columns, self.columns, self._source.origin)
         with self._lock:
             converted = {name for table in self._tables for name in table.dtype.names or ()}
-            missing = [name for name in wanted if name not in converted and name not in self._texts]
+            missing = [name for name in requested if name not in converted and name not in self._texts]
             texts = [name for name in missing if self.columns[name].dtype.hasobject]
             if texts:
                 chunks = list(self._source.chunks(texts))
                 self._texts |= {name: np.concatenate([chunk[name] for chunk in chunks]) for name in texts}
             if numbers := [name for name in missing if name not in texts]:
                 self._tables.append(self._convert(numbers))
-        batch: Batch = {name: self._texts[name][indices] for name in wanted if name in self._texts}
+        batch: Batch = {name: self._texts[name][indices] for name in requested if name in self._texts}
         for table in self._tables:
-            used = [name for name in table.dtype.names or () if name in wanted]
+            used = [name for name in table.dtype.names or () if name in requested]
             if used:
                 records = table[indices]
                 batch |= {name: np.ascontiguousarray(records[name]) for name in used}
-        return {name: batch[name] for name in wanted}
+        return {name: batch[name] for name in requested}
 
     def row(self, index: int) -> str:
         return self._source.row(index)
@@ -281,16 +283,16 @@ class Records:
 
     def _to_memory(self, names: Sequence[str], record: np.dtype) -> np.ndarray:
         table = np.empty(self._source.length, record)
-        at = 0
-        for part in self._records(names, record):
-            table[at : at + len(part)] = part
-            at += len(part)
+        position = 0
+        for records in self._records(names, record):
+            table[position : position + len(records)] = records
+            position += len(records)
         return table
 
     def _to_file(self, names: Sequence[str], record: np.dtype) -> FileRows:
         def fill(file: IO[bytes]) -> None:
-            for part in self._records(names, record):
-                part.tofile(file)
+            for records in self._records(names, record):
+                records.tofile(file)
 
         copy = DataFile.temporary(fill, self._source.origin)
         return FileRows(copy, 0, record, (self._source.length,))
@@ -302,17 +304,17 @@ class Records:
             count += rows
             if count > self._source.length:
                 break
-            part = np.empty(rows, record)
+            records = np.empty(rows, record)
             for name in names:
-                part[name] = chunk[name]
-            yield part
+                records[name] = chunk[name]
+            yield records
         if count != self._source.length:
-            raise DataError(f"{self._source.origin} has changed since it was opened: its number of rows is another")
+            raise DataError(f"{self._source.origin} has changed since it was opened: it has another number of rows")
 
 
 def field_of(columns: Mapping[str, Column], name: str, origin: str) -> tuple[np.dtype, tuple[int, ...]]:
-    """The type and shape of what each row has in a column, which must be the same for all."""
+    """Return the type and shape of a column, which must be the same for all rows."""
     column = columns[name]
     if column.dtype.kind == "U" or None in column.shape:
-        raise DataError(f"column `{name}` of {origin} is {column}, which cannot be trained on")
+        raise DataError(f"cannot train on column `{name}` of {origin}: it is {column}")
     return column.dtype, tuple(dim for dim in column.shape if dim is not None)

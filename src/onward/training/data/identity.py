@@ -1,8 +1,8 @@
-"""Facts by which a run recognizes its data when it is resumed: rows, columns, types and checksums of values.
+"""Facts by which a resumed run recognizes its data: rows, columns, types and checksums of values.
 
-Values are compared as they are read, so that a file may move, be touched, or be written in another format. Of large
-data, and of data whose rows take work to make, evenly spaced rows are compared, and the sizes of all files; that their
-times differ is said.
+Values are compared as they are read, so a file may move, be touched, or change its format. For
+large data, and for rows that are expensive to make, evenly spaced rows are compared, and the sizes
+of all files; different times are mentioned.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from onward.training.data.dataset import Column, Dataset, bytes_of_row, pieces_o
 from onward.training.data.objects import Samples, Stream
 
 Facts = Mapping[str, Any]
-"""What JSON can hold: `rows`, `columns`, `values`, `compared`, `sizes`, `times`."""
+"""JSON values: `rows`, `columns`, `values`, `compared`, `sizes`, `times`."""
 
 _MOST = 256 << 20
-"""Bytes of values that are compared; CRC-32 takes a quarter of a second per GB, reading CSV or Parquet more."""
+"""Bytes of values that are compared. CRC-32 takes a quarter of a second per GB; reading CSV or
+Parquet takes more.
+"""
 _COSTLY = 64
-"""How many times more a byte counts that is decoded from an image, or comes from Python code."""
+"""Weight of a byte that is decoded from an image or made by Python code."""
 _TEXT_BYTES = 64
 _STRETCHES, _PIECES = 64, 4
-"""How many stretches of rows are compared of large data; to read one of data in pieces is to read a whole piece."""
+"""Stretches of rows that are compared in large data; in pieces, reading one stretch reads a whole
+piece.
+"""
 _AT_ONCE = 8 << 20
-"""Bytes that are in memory at a time."""
+"""Bytes in memory at a time."""
 
 
 def identify(data: Dataset | Stream, names: Sequence[str], files: Sequence[Path] = ()) -> Facts:
@@ -38,7 +42,7 @@ def identify(data: Dataset | Stream, names: Sequence[str], files: Sequence[Path]
     if isinstance(data, Stream):
         return facts | {"batches": None if data.is_divided else data.batches_per_epoch}
     facts["rows"] = len(data)
-    if isinstance(data, Samples) and not data.is_plain:  # its code may return other values each time
+    if isinstance(data, Samples) and not data.is_plain:  # its code may return different values each time
         return facts
     compared = _rows_to_compare(data, names)
     facts["values"], facts["compared"] = _checksums(data, names, compared), sum(map(len, compared))
@@ -50,7 +54,7 @@ def identify(data: Dataset | Stream, names: Sequence[str], files: Sequence[Path]
 
 
 def differences(before: Facts, now: Facts) -> list[str]:
-    """Return what differs, in words; nothing for the same data."""
+    """Return the differences in words; an empty list for the same data."""
     columns, others = _mapping(before.get("columns")), now["columns"]
     changes = []
     for key, noun in (("rows", "rows"), ("batches", "batches in an epoch")):
@@ -73,7 +77,7 @@ def differences(before: Facts, now: Facts) -> list[str]:
 
 
 def not_compared(before: Facts, now: Facts) -> str | None:
-    """Return what was not compared of data in which no difference was found, in words; None if all was."""
+    """Return a note about values that were not compared; None if all were."""
     if "values" not in now or "values" not in before or before.get("compared") != now.get("compared"):
         return "the values were not compared, only columns and types"
     if now["compared"] == now["rows"] or (now.get("times") is not None and before.get("times") == now["times"]):
@@ -82,7 +86,7 @@ def not_compared(before: Facts, now: Facts) -> str | None:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return what was stored, which a file may have as anything."""
+    """Return a stored value if it is a mapping, else an empty one: files may hold anything."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -103,7 +107,7 @@ def _rows_to_compare(data: Dataset, names: Sequence[str]) -> list[range]:
 
 
 def _bytes_of_row(columns: Mapping[str, Column], names: Sequence[str]) -> int:
-    """Return what it takes to compare a row, in bytes of numbers that lie in memory."""
+    """Return the cost of comparing a row, in bytes of numbers in memory."""
     return max(
         sum(
             (_TEXT_BYTES if columns[name].dtype.hasobject else bytes_of_row(columns, [name]))
@@ -119,7 +123,7 @@ def _checksums(data: Dataset, names: Sequence[str], stretches: Sequence[range]) 
     for chunk in _chunks(stretches, max(_AT_ONCE // _bytes_of_row(data.columns, names), 1)):
         try:
             batch = data.take(np.arange(chunk.start, chunk.stop), names)
-        except (Error, OSError):  # training will meet the row, and say what is wrong with it
+        except (Error, OSError):  # training reports the error when it reads the row
             batch = {name: np.array(["unreadable"]) for name in names}
         for name in names:
             checksums[name] = zlib.crc32(_bytes(batch[name]), checksums[name])
@@ -133,7 +137,7 @@ def _chunks(stretches: Sequence[range], most: int) -> Iterator[range]:
 
 
 def _bytes(values: np.ndarray) -> bytes | memoryview:
-    if values.dtype.kind in "OUS":  # how wide a text is stored does not matter
+    if values.dtype.kind in "OUS":  # strings compare equal for any storage width
         return "\0".join(map(str, values.reshape(-1).tolist())).encode(errors="surrogatepass")
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 

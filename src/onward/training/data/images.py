@@ -1,4 +1,4 @@
-"""Folders of images: a sub-folder per class, its name the class, `image` and `label` the columns."""
+"""Folders of images: a subfolder per class, with the columns `image` and `label`."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ from onward.training.data.files import check_file, files_in
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-_ALL_ALIKE = {
-    "size": "let preprocessing begin with `resize`, or `center_crop`: `--preprocess 'resize:size=32 ...'`",
-    "mode": "convert them, so that all are grey, or RGB, or RGBA; or give the model a fixed number of channels",
+_HINTS = {
+    "size": "begin preprocessing with `resize` or `center_crop`: `--preprocess 'resize:size=32 ...'`",
+    "mode": "convert all images to the same mode, or give the model a fixed number of channels",
 }
-_ORIENTATION = 0x0112  # of EXIF
+_ORIENTATION = 0x0112  # EXIF tag
 _CHANNELS = {mode: channels for channels, mode in _MODES.items()}
 
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """What images are decoded to. What is None is that of the first image, and all must have it."""
+    """Format of decoded images. None means the format of the first image, which all must have."""
 
-    size: tuple[int, int] | None = None  # height, width; others are resized to it
-    mode: str | None = None  # L (grey), RGB or RGBA; others are converted to it
+    size: tuple[int, int] | None = None  # height, width; images are resized to it
+    mode: str | None = None  # L (grayscale), RGB or RGBA; images are converted to it
     channels_last: bool = False  # height, width, channels; else channels, height, width
     scaled: bool = False  # float32 from 0 to 1; else uint8 from 0 to 255
-    single: Single | None = None  # brings images of any size to one; then they are float32 from 0 to 255
+    single: Single | None = None  # operations for each image, to one size; then float32 from 0 to 255
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.mode not in _CHANNELS:
-            raise DataError(f"images cannot be decoded to mode `{self.mode}`", hint="use L (grey), RGB or RGBA")
+            raise DataError(f"cannot decode images to mode `{self.mode}`", hint="use L (grayscale), RGB or RGBA")
 
 
 def format_for(inputs: Mapping[str, Any], first: Mapping[str, Pipeline] | None = None) -> ImageFormat:
-    """The format that a model wants: that of its only input of four dimensions that could be images.
+    """Return the image format of a model: that of its only image-like input of rank 4.
 
-    Of what happens `first` to that input, the operations that bring images of any size to one are done with each alone.
+    Operations of `first` that bring images to one size are applied to each image alone.
     """
-    formats = {name: wanted for name, value in inputs.items() if (wanted := _format_of(value)) is not None}
+    formats = {name: form for name, value in inputs.items() if (form := _format_of(value)) is not None}
     if len(formats) != 1:
         return ImageFormat()
-    [(name, wanted)] = formats.items()
+    [(name, image_format)] = formats.items()
     pipeline = (first or {}).get(name)
-    if pipeline is None or wanted.size is not None:
-        return wanted
-    return dataclasses.replace(wanted, single=Single.of(pipeline, form_of(inputs[name])))
+    if pipeline is None or image_format.size is not None:
+        return image_format
+    return dataclasses.replace(image_format, single=Single.of(pipeline, form_of(inputs[name])))
 
 
 def _format_of(value: Any) -> ImageFormat | None:
@@ -69,21 +69,21 @@ def _format_of(value: Any) -> ImageFormat | None:
 
 
 class ImageFolder:
-    """Images are decoded when they are taken."""
+    """A folder of images, decoded when they are taken."""
 
-    def __init__(self, folder: Path, wanted: ImageFormat | None = None):
+    def __init__(self, folder: Path, image_format: ImageFormat | None = None):
         classes = [path.name for path in files_in(folder) if path.is_dir()]
         self._files: list[str] = []  # there may be millions
         labels: list[int] = []
         for label, name in enumerate(classes):
             files = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
             if not files:
-                raise DataError(f"there are no images in {folder / name}", hint="each sub-folder is a class")
+                raise DataError(f"there are no images in {folder / name}", hint="each subfolder is a class")
             self._files += map(str, files)
             labels += [label] * len(files)
         check_not_empty(len(self._files), str(folder))
         self._labels = np.array(labels, np.int64)
-        self._decode = Decoder(wanted or ImageFormat(), _bytes(self._files[0]), self._files[0])
+        self._decode = Decoder(image_format or ImageFormat(), _bytes(self._files[0]), self._files[0])
         self.columns = {"image": self._decode.column, "label": Column(np.dtype(np.int64), classes=tuple(classes))}
         self._folder = folder
 
@@ -91,8 +91,8 @@ class ImageFolder:
         return len(self._files)
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known_columns(columns, self.columns, self._folder.name)
-        return {name: self._labels[indices] if name == "label" else self._images(indices) for name in wanted}
+        names = known_columns(columns, self.columns, self._folder.name)
+        return {name: self._labels[indices] if name == "label" else self._images(indices) for name in names}
 
     def row(self, index: int) -> str:
         return self._files[index]
@@ -114,45 +114,45 @@ def _bytes(path: str) -> bytes:
 
 
 class Decoder:
-    """Makes arrays of images. What the format leaves open is taken from a first image, and then all must have it."""
+    """Decoder of images to arrays. A first image determines what the format leaves open."""
 
-    def __init__(self, wanted: ImageFormat, first: bytes, origin: str):
+    def __init__(self, image_format: ImageFormat, first: bytes, origin: str):
         image = _open(first, origin)
-        self._wanted = wanted
-        self._size = wanted.size or (image.height, image.width)
-        self._mode = wanted.mode or _natural_mode(image, origin)
+        self._format = image_format
+        self._size = image_format.size or (image.height, image.width)
+        self._mode = image_format.mode or _natural_mode(image, origin)
         channels = _CHANNELS[self._mode]
-        shape = (*self._size, channels) if wanted.channels_last else (channels, *self._size)
-        self.column = Column(np.dtype(np.float32 if wanted.scaled else np.uint8), shape, is_costly=True)
-        if wanted.single is not None:
-            made = self(first, origin)
-            self.column = Column(made.dtype, made.shape, limit=255.0, is_costly=True)
+        shape = (*self._size, channels) if image_format.channels_last else (channels, *self._size)
+        self.column = Column(np.dtype(np.float32 if image_format.scaled else np.uint8), shape, is_costly=True)
+        if image_format.single is not None:
+            array = self(first, origin)
+            self.column = Column(array.dtype, array.shape, limit=255.0, is_costly=True)
 
     def __call__(self, encoded: bytes, origin: str) -> np.ndarray:
         image = _open(encoded, origin)
         mode, size = _natural_mode(image, origin), (image.height, image.width)
-        if self._wanted.mode is None and _CHANNELS[mode] > _CHANNELS[self._mode]:
-            raise DataError(f"{origin} is {mode}, but the first image is {self._mode}", hint=_ALL_ALIKE["mode"])
+        if self._format.mode is None and _CHANNELS[mode] > _CHANNELS[self._mode]:
+            raise DataError(f"{origin} is {mode}, but the first image is {self._mode}", hint=_HINTS["mode"])
         image = image.convert(self._mode)
-        if self._wanted.single is not None:
-            self._check_least(size, self._wanted.single, origin)
-            return self._wanted.single(self._values(image))
-        if self._wanted.size is None and size != self._size:
-            this, first = map(_pixels, (size, self._size))
-            raise DataError(f"{origin} is {this} pixels, but the first image is {first}", hint=_ALL_ALIKE["size"])
+        if self._format.single is not None:
+            self._check_least(size, self._format.single, origin)
+            return self._format.single(self._values(image))
+        if self._format.size is None and size != self._size:
+            pixels, first = map(_pixels, (size, self._size))
+            raise DataError(f"{origin} is {pixels} pixels, but the first image is {first}", hint=_HINTS["size"])
         if size != self._size:
             image = image.resize(self._size[::-1], _pillow().Resampling.BILINEAR)
         values = self._values(image)
-        return values.astype(np.float32) / np.float32(255) if self._wanted.scaled else values
+        return values.astype(np.float32) / np.float32(255) if self._format.scaled else values
 
     def _values(self, image: Any) -> np.ndarray:
         values = np.asarray(image).reshape(image.height, image.width, -1)
-        return values if self._wanted.channels_last else np.ascontiguousarray(values.transpose(2, 0, 1))
+        return values if self._format.channels_last else np.ascontiguousarray(values.transpose(2, 0, 1))
 
     def _check_least(self, size: tuple[int, int], single: Single, origin: str) -> None:
-        if any(given < least for given, least in zip(size, single.least, strict=True)):
-            hint = "put a `resize` before it, or leave that image out"
-            raise DataError(f"{origin} is {_pixels(size)} pixels, which is less than `{single}` takes", hint=hint)
+        if any(length < least for length, least in zip(size, single.least, strict=True)):
+            hint = "put a `resize` before it, or remove that image"
+            raise DataError(f"{origin} is {_pixels(size)} pixels, too small for `{single}`", hint=hint)
 
 
 def _pixels(size: tuple[int, int]) -> str:
@@ -160,8 +160,8 @@ def _pixels(size: tuple[int, int]) -> str:
 
 
 def _natural_mode(image: Any, origin: str) -> str:
-    """The mode that keeps what an image holds."""
-    if image.mode[0] in "IF":  # Pillow would clip them
+    """Return the mode that keeps the content of an image."""
+    if image.mode[0] in "IF":  # Pillow would clip the values
         raise DataError(f"{origin} has more than 8 bits per channel", hint="convert it, or train on arrays (.npy)")
     transparent = "A" in image.mode or "transparency" in image.info
     return "RGBA" if transparent else "L" if image.mode in ("1", "L") else "RGB"
@@ -173,13 +173,13 @@ def _open(encoded: bytes, origin: str) -> Any:
         image = pillow.open(io.BytesIO(encoded))
         image.load()
         return _turn_upright(image)
-    except Exception as error:  # Pillow raises many kinds for bad files, and nothing in here is ours
-        text = f"{origin} is not a whole image: {first_line(error)}"
-        raise DataError(text, hint="replace it, or take it away") from None
+    except Exception as error:  # Pillow raises many types for bad files
+        text = f"{origin} is not a complete image: {first_line(error)}"
+        raise DataError(text, hint="replace or remove it") from None
 
 
 def _turn_upright(image: Any) -> Any:
-    """As people see it: a camera that was held upright says so beside the pixels."""
+    """Rotate the image by its EXIF orientation."""
     if image.getexif().get(_ORIENTATION, 1) == 1:
         return image
     return optional_package("PIL.ImageOps", "reading images").exif_transpose(image)

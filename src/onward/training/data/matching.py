@@ -1,4 +1,4 @@
-"""Which column goes to which input of the model: by name, else by type and shape where there is exactly one way."""
+"""Matching of columns with model inputs: by name, else by type and shape if that is unambiguous."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from onward.training.data.dataset import Batch, Column
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What an input takes per sample."""
+class InputType:
+    """Type of an input, per sample."""
 
     dtype: np.dtype
-    shape: tuple[int | None, ...] | None  # None: whatever comes
+    shape: tuple[int | None, ...] | None  # None: any
 
     @classmethod
-    def by(cls, value: Any) -> Wanted:
-        """By an input: something with a `dtype` (of onnx_ir) and a `shape` that begins with the batch."""
+    def by(cls, value: Any) -> InputType:
+        """Return the type of an input: a value with a `dtype` (of onnx_ir) and a `shape` that
+        begins with the batch.
+        """
         shape = None
         if value.shape is not None:
             shape = tuple(dim if isinstance(dim, int) else None for dim in list(value.shape)[1:])
@@ -38,19 +40,19 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Binding:
-    """How an input is made of columns."""
+    """The columns of an input, and their conversion."""
 
-    columns: tuple[str, ...]  # several: numbers that together are one row
-    dtype: np.dtype | None = None  # None: as it is
-    shape: tuple[int, ...] | None = None  # of a sample; None: as it is
+    columns: tuple[str, ...]  # several: one number each, stacked to a row
+    dtype: np.dtype | None = None  # None: unchanged
+    shape: tuple[int, ...] | None = None  # of a sample; None: unchanged
     classes: tuple[str, ...] | None = None
-    texts: tuple[str, ...] | None = None  # what numbers stand for, where the input takes text
-    length: int | None = None  # of text that is given as so many bytes
-    note: str = ""  # what a user should know
+    texts: tuple[str, ...] | None = None  # strings of class numbers, for a string input
+    length: int | None = None  # bytes of a string, for a uint8 input
+    note: str = ""  # for the user
 
     def __call__(self, batch: Batch) -> np.ndarray:
-        parts = [batch[name] for name in self.columns]
-        values = parts[0] if len(parts) == 1 else np.stack(parts, axis=1)
+        arrays = [batch[name] for name in self.columns]
+        values = arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=1)
         if self.shape is not None:
             values = values.reshape(len(values), *self.shape)
         if self.texts is not None:
@@ -62,91 +64,94 @@ class Binding:
         return values.astype(self.dtype)
 
 
-def fit(names: Sequence[str], columns: Mapping[str, Column], wanted: Wanted, is_named: bool = False) -> Binding | None:
-    """How these columns, side by side if there are several, make what is wanted; None if they do not.
+def fit(
+    names: Sequence[str], columns: Mapping[str, Column], expected: InputType, is_named: bool = False
+) -> Binding | None:
+    """Return the binding of an input to these columns, stacked if several; None if they do not fit.
 
-    `is_named`: that it is these is certain, so that two classes may be no and yes, 0 and 1.
+    `is_named`: the user named the columns, so two classes may become 0 and 1 of a float input.
     """
-    parts = [columns[name] for name in names]
-    if (length := _text_length(wanted)) is not None and len(parts) == 1 and _is_text(parts[0]):
-        return Binding(tuple(names), wanted.dtype, texts=parts[0].classes, length=length)
-    if not all(_converts(part, wanted.dtype, is_named) for part in parts):
+    sources = [columns[name] for name in names]
+    if (length := _text_length(expected)) is not None and len(sources) == 1 and _is_text(sources[0]):
+        return Binding(tuple(names), expected.dtype, texts=sources[0].classes, length=length)
+    if not all(_converts(source, expected.dtype, is_named) for source in sources):
         return None
-    if len(parts) > 1 and any(part.shape for part in parts):
+    if len(sources) > 1 and any(source.shape for source in sources):
         return None
-    given = parts[0].shape if len(parts) == 1 else (len(parts),)
+    stored = sources[0].shape if len(sources) == 1 else (len(sources),)
     shape = None
-    if wanted.shape is not None and not _is_same(given, wanted.shape):
-        shape = _reshape_to(given, wanted.shape)
+    if expected.shape is not None and not _is_same(stored, expected.shape):
+        shape = _reshape_to(stored, expected.shape)
         if shape is None:
             return None
     note = ""
-    if parts[0].dtype == np.uint8 and is_float(wanted.dtype):
-        note = f"`{names[0]}` is given as it is, 0 to 255, not scaled"
-    if wanted.dtype.kind == "O":
-        return Binding(tuple(names), wanted.dtype, shape, texts=parts[0].classes)
-    return Binding(tuple(names), wanted.dtype, shape, parts[0].classes, note=note)
+    if sources[0].dtype == np.uint8 and is_float(expected.dtype):
+        note = f"`{names[0]}` is not scaled: 0 to 255"
+    if expected.dtype.kind == "O":
+        return Binding(tuple(names), expected.dtype, shape, texts=sources[0].classes)
+    return Binding(tuple(names), expected.dtype, shape, sources[0].classes, note=note)
 
 
 def is_float(dtype: np.dtype) -> bool:
-    return "float" in dtype.name  # bfloat16 and its like are of no kind that numpy knows
+    return "float" in dtype.name  # NumPy has no kind for bfloat16 and float8
 
 
-def _converts(column: Column, wanted: np.dtype, is_named: bool) -> bool:
-    """Whether a conversion keeps the meaning: never of fractions to whole numbers, nor of classes to amounts.
+def _converts(column: Column, expected: np.dtype, is_named: bool) -> bool:
+    """True if a conversion keeps the meaning: not from floats to integers, nor from classes to
+    amounts.
 
-    Whole numbers may become narrower: each batch is checked.
+    Integers may become narrower: each batch is checked.
     """
-    given = column.dtype
-    if wanted.kind == "O":
+    source_dtype = column.dtype
+    if expected.kind == "O":
         return _is_text(column)
     if column.classes is not None:
-        return wanted.kind in "iu" or (is_named and is_float(wanted) and len(column.classes) == 2)
-    if given.kind in "USO":
+        return expected.kind in "iu" or (is_named and is_float(expected) and len(column.classes) == 2)
+    if source_dtype.kind in "USO":
         return False
-    if is_float(wanted):
-        return is_float(given) or given.kind in "iub"
-    if wanted.kind in "iu":
-        return given.kind in "iub"
-    return given == wanted
+    if is_float(expected):
+        return is_float(source_dtype) or source_dtype.kind in "iub"
+    if expected.kind in "iu":
+        return source_dtype.kind in "iub"
+    return source_dtype == expected
 
 
 def _is_text(column: Column) -> bool:
     return not column.shape and (column.dtype.kind in "UO" or column.classes is not None)
 
 
-def _text_length(wanted: Wanted) -> int | None:
-    """How many bytes of text an input takes, if that is what it takes: a row of them."""
-    is_row = wanted.dtype == np.uint8 and wanted.shape is not None and len(wanted.shape) == 1
-    length = wanted.shape[0] if is_row and wanted.shape is not None else None
+def _text_length(expected: InputType) -> int | None:
+    """Return the number of bytes of text that an input takes, if it takes a row of bytes."""
+    is_row = expected.dtype == np.uint8 and expected.shape is not None and len(expected.shape) == 1
+    length = expected.shape[0] if is_row and expected.shape is not None else None
     return length if length is not None and length > 1 else None
 
 
 def _as_bytes(texts: np.ndarray, length: int) -> np.ndarray:
-    """Text in UTF-8, cut off or filled up with 0."""
+    """Return text in UTF-8, truncated or padded with 0."""
     rows = [str(text).encode()[:length].ljust(length, b"\0") for text in texts]
     return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), length).copy()
 
 
-def _is_same(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(given) == len(wanted) and all(b is None or a == b for a, b in zip(given, wanted, strict=True))
+def _is_same(shape: tuple[int | None, ...], expected: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(expected) and all(b is None or a == b for a, b in zip(shape, expected, strict=True))
 
 
-def _reshape_to(given: tuple[int | None, ...], wanted: tuple[int | None, ...]) -> tuple[int, ...] | None:
-    """The wanted shape, if values in their order can mean only that: one of both is flat, or only ones differ."""
-    old = tuple(dim for dim in given if dim is not None)
-    new = tuple(dim for dim in wanted if dim is not None)
-    if len(old) != len(given) or len(new) != len(wanted) or math.prod(old) != math.prod(new):
+def _reshape_to(shape: tuple[int | None, ...], expected: tuple[int | None, ...]) -> tuple[int, ...] | None:
+    """Return the expected shape if the reshape is unambiguous: one side is flat, or only ones differ."""
+    old = tuple(dim for dim in shape if dim is not None)
+    new = tuple(dim for dim in expected if dim is not None)
+    if len(old) != len(shape) or len(new) != len(expected) or math.prod(old) != math.prod(new):
         return None
     is_flat = len(old) == 1 or len(new) == 1
     return new if is_flat or [dim for dim in old if dim != 1] == [dim for dim in new if dim != 1] else None
 
 
-_NAMELESS = re.compile(r"(arr_)?\d+")  # parts of a tuple, and what np.savez calls an array without a name
+_NAMELESS = re.compile(r"(arr_)?\d+")  # elements of a tuple, and unnamed arrays of np.savez
 _MOST_LISTED = 20
-_ONE_HOT = "if it has a number for each class, as one-hot labels do, say so to the loss: `ce:target=probabilities`"
+_ONE_HOT = "for one-hot labels, use the loss `ce:target=probabilities`"
 
-Way = dict[str, Binding]
+Bindings = dict[str, Binding]
 
 
 # ---- matching --------------------------------------------------------------------------------------------------------
@@ -162,111 +167,143 @@ def match(
     inputs: Mapping[str, Any],
     mapping: Mapping[str, str | Sequence[str]] | None = None,
     may_be_noise: Collection[str] = (),
-) -> Way:
+    class_targets: Collection[str] = (),
+) -> Bindings:
     """Return the columns of each input.
 
     Args:
         inputs: values with a `dtype` (of onnx_ir) and a `shape` that begins with the batch.
-        mapping: {input: column} for some; a pattern (`pixel*`) or a list means several columns side by side.
+        mapping: {input: column} for some inputs; a pattern (`pixel*`) or a list stacks several columns.
         may_be_noise: inputs for which a hint may offer random numbers, such as that of a generator.
+        class_targets: inputs with class indices of a loss whose classes are on axis 1.
     """
-    wanted = {name: Wanted.by(value) for name, value in inputs.items()}
-    return _Sides(columns, wanted, may_be_noise).match(mapping or {})
+    expected = {name: InputType.by(value) for name, value in inputs.items()}
+    return _Matcher(columns, expected, may_be_noise, class_targets).match(mapping or {})
 
 
-class _Sides:
+class _Matcher:
     """The columns of the data and the inputs of the model."""
 
-    def __init__(self, columns: Mapping[str, Column], wanted: Mapping[str, Wanted], may_be_noise: Collection[str]):
-        self._columns, self._wanted, self._may_be_noise = columns, wanted, may_be_noise
+    def __init__(
+        self,
+        columns: Mapping[str, Column],
+        expected: Mapping[str, InputType],
+        may_be_noise: Collection[str],
+        class_targets: Collection[str],
+    ):
+        self._columns, self._inputs = columns, expected
+        self._may_be_noise, self._class_targets = may_be_noise, class_targets
 
-    def match(self, mapping: Mapping[str, str | Sequence[str]]) -> Way:
-        bound: Way = {}
-        for name, given in mapping.items():
-            if name not in self._wanted:
-                hint = suggest(name, self._wanted) or _list_names("inputs", self._wanted)
+    def match(self, mapping: Mapping[str, str | Sequence[str]]) -> Bindings:
+        bound: Bindings = {}
+        for name, source in mapping.items():
+            if name not in self._inputs:
+                hint = suggest(name, self._inputs) or _list_names("inputs", self._inputs)
                 raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
-            bound[name] = self._bind(name, self._resolve(given))
-        for name in self._wanted:
+            bound[name] = self._bind(name, self._resolve(source))
+        for name in self._inputs:
             if name in self._columns and name not in bound:
                 bound[name] = self._bind(name, [name])
         used = {column for binding in bound.values() for column in binding.columns}
-        rest = [name for name in self._wanted if name not in bound]
+        rest = [name for name in self._inputs if name not in bound]
         free = [name for name in self._columns if name not in used]
         bound |= self._by_position(rest, free) or self._only_way(rest, free)
-        return {name: bound[name] for name in self._wanted}
+        return {name: bound[name] for name in self._inputs}
 
-    # ---- as the user says, or by name ----
+    # ---- by name ----
 
-    def _resolve(self, given: str | Sequence[str]) -> list[str]:
-        """The columns that are meant by names or patterns."""
+    def _resolve(self, patterns: str | Sequence[str]) -> list[str]:
+        """Return the columns of names or patterns."""
         names: list[str] = []
-        for pattern in [given] if isinstance(given, str) else given:
-            found = [pattern] if pattern in self._columns else fnmatch.filter(self._columns, pattern)
-            if not found:
+        for pattern in [patterns] if isinstance(patterns, str) else patterns:
+            matches = [pattern] if pattern in self._columns else fnmatch.filter(self._columns, pattern)
+            if not matches:
                 hint = " ".join(filter(None, [suggest(pattern, self._columns), _list_names("columns", self._columns)]))
                 raise UnknownNameError(f"the data have no column `{pattern}`", hint=hint)
-            names += found
+            names += matches
         return names
 
     def _bind(self, name: str, chosen: Sequence[str]) -> Binding:
-        binding = fit(chosen, self._columns, self._wanted[name], is_named=True)
+        binding = fit(chosen, self._columns, self._inputs[name], is_named=True)
         if binding is not None:
             return binding
-        wanted, column = self._wanted[name], self._columns[chosen[0]]
-        together = "" if len(chosen) == 1 else f", {len(chosen)} of them side by side"
-        hint = f"convert the column, or choose another: {_say(name, 'COLUMN')}"
-        if is_float(column.dtype) and wanted.dtype.kind in "iu":
-            hint = "numbers with a fraction are not rounded; if these are whole numbers, store them as such"
+        expected, column = self._inputs[name], self._columns[chosen[0]]
+        count = "" if len(chosen) == 1 else f", {len(chosen)} of them stacked"
+        hint = f"convert the column, or use another: {_column_option(name, 'COLUMN')}"
+        if is_float(column.dtype) and expected.dtype.kind in "iu":
+            hint = "floats are not rounded to integers: store them as integers"
         if self._may_be_one_hot(name, chosen):
             hint = _ONE_HOT
-        raise self._misfit(f"input `{name}` takes {wanted}, but column `{chosen[0]}` is {column}{together}", hint)
+        hint = self._text_hint(name, chosen) or self._axis_hint(name, chosen) or hint
+        raise self._misfit(f"input `{name}` takes {expected}, but column `{chosen[0]}` is {column}{count}", hint)
+
+    def _text_hint(self, name: str, columns: Sequence[str]) -> str | None:
+        """Return the option that tokenizes, if an input takes token indices and a column is text."""
+        expected = self._inputs[name]
+        texts = [column for column in columns if _is_text(self._columns[column])]
+        if not texts or expected.dtype.kind not in "iu" or expected.shape is None or len(expected.shape) != 1:
+            return None
+        length = f",length={expected.shape[0]}" if expected.shape[0] is not None else ""
+        specs = f"{name}=tokenize:wordpiece,vocabulary=vocab.txt{length}"
+        return f"to make it from the text in `{texts[0]}`: --preprocess '{specs}'"
+
+    def _axis_hint(self, name: str, chosen: Sequence[str]) -> str | None:
+        """Return the axis of a loss for language models, if labels have an index per position."""
+        shape, column = self._inputs[name].shape, self._columns[chosen[0]]
+        if name not in self._class_targets or len(chosen) > 1 or column.dtype.kind not in "iu" or not column.shape:
+            return None
+        if shape is None or len(column.shape) != len(shape):
+            return None
+        return "if the model's classes are on its last axis, as in language models: `--loss ce:axis=-1`"
 
     def _fit(self, name: str, *chosen: str) -> Binding | None:
-        return fit(chosen, self._columns, self._wanted[name])
+        return fit(chosen, self._columns, self._inputs[name])
 
-    # ---- by what fits ----
+    # ---- by type and shape ----
 
-    def _by_position(self, rest: list[str], free: list[str]) -> Way:
-        """Columns without names, as many as inputs, mean those in their order, if they fit."""
+    def _by_position(self, rest: list[str], free: list[str]) -> Bindings:
+        """Match unnamed columns, as many as inputs, in order, if they fit."""
         if len(rest) != len(free) or not all(_NAMELESS.fullmatch(name) for name in free):
             return {}
-        found = {name: self._fit(name, column) for name, column in zip(rest, free, strict=True)}
-        fitting = {name: binding for name, binding in found.items() if binding is not None}
-        return fitting if len(fitting) == len(found) else {}
+        bindings = {name: self._fit(name, column) for name, column in zip(rest, free, strict=True)}
+        fits = {name: binding for name, binding in bindings.items() if binding is not None}
+        return fits if len(fits) == len(bindings) else {}
 
-    def _only_way(self, rest: list[str], free: list[str]) -> Way:
-        fitting = {name: {c: one for c in free if (one := self._fit(name, c)) is not None} for name in rest}
-        ways = list(itertools.islice(self._ways(fitting, free), 2))
-        if len(ways) == 1:
-            return ways[0]
-        name = max(rest, key=lambda one: len(fitting[one]))
-        if not ways:
-            name = next((name for name in rest if not fitting[name]), name)
-        found = list(fitting[name])
-        if found:
-            could = [*(f"`{column}`" for column in found[:4]), "..."][: len(found)]
-            why = f"input `{name}` could be {' or '.join(could)}" + (" or several" if len(found) == 1 and ways else "")
-            raise self._misfit(why, f"say which column it is: {_say(name, found[0])}")
-        meant = suggest(name, free)
-        idle = [column for column in free if not any(column in columns for columns in fitting.values())]
-        hint = self._hint_at_several(name, rest, free) or f"say which column it is: {_say(name, 'COLUMN')}"
-        if meant:
-            hint = f"{meant} It must be {self._wanted[name]}"
+    def _only_way(self, rest: list[str], free: list[str]) -> Bindings:
+        fits = {name: {c: binding for c in free if (binding := self._fit(name, c)) is not None} for name in rest}
+        solutions = list(itertools.islice(self._solutions(fits, free), 2))
+        if len(solutions) == 1:
+            return solutions[0]
+        name = max(rest, key=lambda name: len(fits[name]))
+        if not solutions:
+            name = next((name for name in rest if not fits[name]), name)
+        candidates = list(fits[name])
+        if candidates:
+            listed = [*(f"`{column}`" for column in candidates[:4]), "..."][: len(candidates)]
+            several = " or several" if len(candidates) == 1 and solutions else ""
+            why = f"input `{name}` could be {' or '.join(listed)}{several}"
+            raise self._misfit(why, f"name its column: {_column_option(name, candidates[0])}")
+        suggestion = suggest(name, free)
+        idle = [column for column in free if not any(column in columns for columns in fits.values())]
+        hint = self._hint_at_several(name, rest, free) or f"name its column: {_column_option(name, 'COLUMN')}"
+        if suggestion:
+            hint = f"{suggestion} It must be {self._inputs[name]}"
         elif not idle and name in self._may_be_noise:
             hint = f'if it is random: --noise {name}=normal, or noise={{"{name}": "normal"}}; else {hint}'
         if any(self._may_be_one_hot(name, [column]) for column in idle):
             hint = _ONE_HOT
+        axis_hints = (self._axis_hint(name, [column]) for column in idle)
+        hint = self._text_hint(name, idle) or next(filter(None, axis_hints), hint)
         raise self._misfit(f"no column can be input `{name}`", hint)
 
     def _hint_at_several(self, name: str, rest: list[str], free: list[str]) -> str | None:
-        """Say how columns of one number each make a row, if that is what an input takes."""
-        shape = self._wanted[name].shape
+        """Return a hint to stack columns of one number each, if the input takes a row of numbers."""
+        shape = self._inputs[name].shape
         if shape is None or len(shape) != 1 or shape[0] is None or shape[0] < 2:
             return None
-        left_out = self._not_beside_others(name, free)
-        numbers = [column for column in free if column not in left_out]
-        others = [other for other in rest if self._wanted[other].shape == ()]
+        unstackable = self._unstackable(name, free)
+        numbers = [column for column in free if column not in unstackable]
+        others = [other for other in rest if self._inputs[other].shape == ()]
         if not numbers:
             return None
         if len(numbers) < shape[0] + len(others):
@@ -276,112 +313,120 @@ class _Sides:
         return f"name {shape[0]} columns: columns={{\"{name}\": [{listed}]}}, or --column '{name}=PATTERN'"
 
     def _may_be_one_hot(self, name: str, chosen: Sequence[str]) -> bool:
-        """Whether an input takes the number of a class, and a column has a number for each class."""
-        wanted, shape = self._wanted[name], self._columns[chosen[0]].shape
+        """True if an input takes a class index, and a column has a number per class."""
+        expected, shape = self._inputs[name], self._columns[chosen[0]].shape
         return (
-            len(chosen) == 1 and wanted.dtype.kind in "iu" and wanted.shape == () and len(shape) == 1 and shape != (1,)
+            len(chosen) == 1
+            and expected.dtype.kind in "iu"
+            and expected.shape == ()
+            and len(shape) == 1
+            and shape != (1,)
         )
 
-    def _ways(self, fitting: Mapping[str, Mapping[str, Binding]], free: list[str]) -> Iterator[Way]:
-        """Ways to give each input a column of its own, or one of them all numbers that are left, side by side.
+    def _solutions(self, fits: Mapping[str, Mapping[str, Binding]], free: list[str]) -> Iterator[Bindings]:
+        """Yield the ways to give each input one column, or one input all remaining columns stacked.
 
-        All there are, as long as there is one at most of each kind; of many, two.
+        An ambiguous way is yielded twice.
         """
-        for several in [None, *fitting]:
-            others = {name: columns for name, columns in fitting.items() if name != several}
-            alone = self._not_beside_others(several, free) if several is not None else ()
-            found = assign(others, alone)
-            if found is None:
+        for stacked in [None, *fits]:
+            others = {name: columns for name, columns in fits.items() if name != stacked}
+            required = self._unstackable(stacked, free) if stacked is not None else ()
+            assignment = assign(others, required)
+            if assignment is None:
                 continue
-            way = {name: others[name][column] for name, column in found.chosen.items()}
-            if several is not None:
-                used = set(found.chosen.values())
-                left = [name for name in free if name not in used]
-                together = self._fit(several, *left) if len(left) > 1 else None
-                if together is None:
+            solution = {name: others[name][column] for name, column in assignment.chosen.items()}
+            if stacked is not None:
+                used = set(assignment.chosen.values())
+                remaining = [name for name in free if name not in used]
+                binding = self._fit(stacked, *remaining) if len(remaining) > 1 else None
+                if binding is None:
                     continue
-                way[several] = together
-            yield from [way] if found.is_only else [way, way]
+                solution[stacked] = binding
+            yield from [solution] if assignment.is_only else [solution, solution]
 
-    def _not_beside_others(self, name: str, free: list[str]) -> list[str]:
-        """The columns that cannot be a part of what an input gets."""
-        part = dataclasses.replace(self._wanted[name], shape=())
-        return [c for c in free if self._columns[c].shape or fit([c], self._columns, part) is None]
+    def _unstackable(self, name: str, free: list[str]) -> list[str]:
+        """Return the columns that cannot be one number of an input."""
+        number = dataclasses.replace(self._inputs[name], shape=())
+        return [c for c in free if self._columns[c].shape or fit([c], self._columns, number) is None]
 
     def _misfit(self, why: str, hint: str) -> DataError:
         lines = [f"the data do not fit the model: {why}"]
         sides: list[tuple[str, Mapping[str, object]]] = [
-            ("the model takes, per sample:", self._wanted),
+            ("the model takes, per sample:", self._inputs),
             ("the data have, per row:", self._columns),
         ]
         for title, side in sides:
-            lines += [f"  {title}", *(f"    {name}: {what}" for name, what in list(side.items())[:_MOST_LISTED])]
+            lines += [f"  {title}", *(f"    {name}: {value}" for name, value in list(side.items())[:_MOST_LISTED])]
             if len(side) > _MOST_LISTED:
                 lines.append(f"    and {len(side) - _MOST_LISTED} more")
         return DataError("\n".join(lines), hint=hint)
 
 
-def _say(name: str, column: str) -> str:
+def _column_option(name: str, column: str) -> str:
     return f'--column {name}={column}, or columns={{"{name}": "{column}"}}'
 
 
-def _list_names(what: str, names: Mapping[str, object]) -> str:
-    return f"{what} are " + ", ".join(f"`{name}` ({kind})" for name, kind in list(names.items())[:_MOST_LISTED])
+def _list_names(noun: str, names: Mapping[str, object]) -> str:
+    return f"{noun} are " + ", ".join(f"`{name}` ({value})" for name, value in list(names.items())[:_MOST_LISTED])
 
 
 # ---- one column for each input ---------------------------------------------------------------------------------------
 
 
 class Assignment(NamedTuple):
+    """A choice per taker. `is_only`: no other assignment exists."""
+
     chosen: dict[str, str]
     is_only: bool
 
 
 def assign(choices: Mapping[str, Iterable[str]], needed: Collection[str] = ()) -> Assignment | None:
-    """A choice for each taker, in which all that are `needed` are taken; None if there is no way.
+    """Return a choice per taker that uses all `needed` choices, or None.
 
-    It is the only one if no taker can do without what it has: any other way gives something else to somebody.
+    It is the only assignment if no taker can do without its choice.
     """
     chosen = _match(choices, needed)
     if chosen is None:
         return None
-    others = ({**choices, taker: [o for o in choices[taker] if o != one]} for taker, one in chosen.items())
+    others = ({**choices, taker: [o for o in choices[taker] if o != choice]} for taker, choice in chosen.items())
     return Assignment(chosen, all(_match(other, needed) is None for other in others))
 
 
 def _match(choices: Mapping[str, Iterable[str]], needed: Collection[str]) -> dict[str, str] | None:
-    takers: dict[str, list[str]] = {one: [] for one in needed}
-    for taker, ones in choices.items():
-        for one in ones:
-            takers.setdefault(one, []).append(taker)
+    takers: dict[str, list[str]] = {choice: [] for choice in needed}
+    for taker, options in choices.items():
+        for choice in options:
+            takers.setdefault(choice, []).append(taker)
     chosen: dict[str, str] = {}
     taken_by: dict[str, str] = {}
-    if not all(one in taken_by or _augment(one, takers, taken_by, chosen) for one in needed):
+    if not all(choice in taken_by or _augment(choice, takers, taken_by, chosen) for choice in needed):
         return None
     return chosen if all(taker in chosen or _augment(taker, choices, chosen, taken_by) for taker in choices) else None
 
 
 def _augment(start: str, edges: Mapping[str, Iterable[str]], mates: dict[str, str], back: dict[str, str]) -> bool:
-    """Give `start` a partner on the other side. Whoever has one on either side still has one afterwards."""
+    """Match `start` along an augmenting path. Matched nodes stay matched. Return False if there is
+    no path.
+    """
     came_from: dict[str, str] = {}
     waiting = [start]
-    for here in waiting:  # which grows
-        for there in edges[here]:
-            if there in came_from:
+    for node in waiting:  # grows meanwhile
+        for neighbor in edges[node]:
+            if neighbor in came_from:
                 continue
-            came_from[there] = here
-            if there not in back:
-                _turn(there, came_from, mates, back)
+            came_from[neighbor] = node
+            if neighbor not in back:
+                _flip(neighbor, came_from, mates, back)
                 return True
-            waiting.append(back[there])
+            waiting.append(back[neighbor])
     return False
 
 
-def _turn(end: str, came_from: Mapping[str, str], mates: dict[str, str], back: dict[str, str]) -> None:
-    """Exchange partners along the path that ends here."""
-    there: str | None = end
-    while there is not None:
-        here = came_from[there]
-        before = mates.get(here)
-        mates[here], back[there] = there, here
-        there = before
+def _flip(end: str, came_from: Mapping[str, str], mates: dict[str, str], back: dict[str, str]) -> None:
+    """Exchange partners along the path to `end`."""
+    neighbor: str | None = end
+    while neighbor is not None:
+        node = came_from[neighbor]
+        previous = mates.get(node)
+        mates[node], back[neighbor] = neighbor, node
+        neighbor = previous

@@ -1,4 +1,4 @@
-"""Objects of Python as data: samples one by one, data frames, streams of batches, data sets of other libraries."""
+"""Python objects as data: samples, data frames, streams of batches, datasets of other libraries."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from onward.training.data.dataset import (
 )
 
 
-def parts_by_name(item: Any) -> dict[str, Any]:
-    """The parts of a sample or a batch by name; parts without a name have their position for one."""
+def arrays_by_name(item: Any) -> dict[str, Any]:
+    """Return the columns of a sample or a batch. Unnamed ones are named by position."""
     if isinstance(item, Mapping):
         return {str(name): value for name, value in item.items()}
     if isinstance(item, tuple | list):
@@ -35,22 +35,22 @@ def parts_by_name(item: Any) -> dict[str, Any]:
 
 
 class Samples:
-    """A data set of samples, fetched one by one and stacked."""
+    """A dataset of samples, fetched one by one and stacked."""
 
     def __init__(self, samples: Any, origin: str = "the samples"):
         check_not_empty(len(samples), origin)
         self._samples, self._origin = samples, origin
-        self.is_plain = type(samples) in (list, tuple)  # not an object whose code makes them
-        first = {name: to_array(value, name, origin) for name, value in parts_by_name(samples[0]).items()}
+        self.is_plain = type(samples) in (list, tuple)  # not made by user code
+        first = {name: to_array(value, name, origin) for name, value in arrays_by_name(samples[0]).items()}
         self.columns = {name: Column(array.dtype, array.shape, is_costly=True) for name, array in first.items()}
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = known_columns(columns, self.columns, self._origin)
-        samples = [(int(index), parts_by_name(self._samples[int(index)])) for index in indices]
-        return {name: np.stack([self._value(name, *sample) for sample in samples]) for name in wanted}
+        names = known_columns(columns, self.columns, self._origin)
+        samples = [(int(index), arrays_by_name(self._samples[int(index)])) for index in indices]
+        return {name: np.stack([self._value(name, *sample) for sample in samples]) for name in names}
 
     def row(self, index: int) -> str:
         return f"sample {index:,}"
@@ -65,9 +65,9 @@ class Samples:
         return array.astype(column.dtype, copy=False)
 
 
-# ---- data frames of pandas -------------------------------------------------------------------------------------------
-# Columns are what they would be in a CSV file: numbers, or text, which becomes the numbers of its classes. Categories
-# keep their order. Cells that hold arrays are stacked.
+# ---- pandas data frames ----------------------------------------------------------------------------------------------
+# Columns are as in a CSV file: numbers, or text, which becomes class numbers. Categories keep their order. Cells that
+# hold arrays are stacked.
 
 
 def is_frame(source: Any) -> bool:
@@ -89,7 +89,7 @@ def open_frame(frame: Any) -> Columns:
 
 
 def _column(series: Any, name: str) -> tuple[np.ndarray, dict[str, Any]]:
-    """The values of a column, and what is to be said about it as a `Column`."""
+    """Return the values of a column, and fields of its `Column`."""
     kind = getattr(series.dtype, "kind", "O")
     if kind == "f":
         return series.to_numpy(np.dtype(f"f{series.dtype.itemsize}"), na_value=np.nan), {}
@@ -111,7 +111,7 @@ def _column(series: Any, name: str) -> tuple[np.ndarray, dict[str, Any]]:
 
 
 def _text(series: Any) -> np.ndarray:
-    """What cannot be trained on, and is only named."""
+    """Return strings. They cannot be trained on, but messages name the column."""
     return np.asarray(series.astype(str).tolist(), str)
 
 
@@ -119,33 +119,33 @@ _ALONE = Alone()
 
 
 class Stream:
-    """Batches as they come. The first one is read early, since it tells what the columns are.
+    """A stream of batches. The first one is read at once, for the columns.
 
-    All processes read the same, and each keeps its part of every batch. Of a function that takes `rank` and `size`, and
-    of a DataLoader with a `DistributedSampler`, each gets its part as it is.
+    All processes read the same batches and each keeps its share. A function that takes `rank` and
+    `size`, and a DataLoader with a `DistributedSampler`, return the shard of a process.
     """
 
     is_divided: bool
-    """Whether a process gets from it what is its own alone. The first process that has no more ends the epoch."""
-    _part: tuple[int | None, int] | None = None
-    """The number of the process whose part it is, where that is known, and of how many."""
+    """True if each process gets its own shard. The first process without a batch ends the epoch."""
+    _shard: tuple[int | None, int] | None = None
+    """Rank, if known, and number of processes of the shard."""
 
     def __init__(self, source: Iterable[Any] | Callable[..., Iterable[Any]]):
         self._source = source
         parameters = [] if isinstance(source, Iterable) else _parameters(source)
-        self._takes_rank = {"rank", "size"} <= {one.name for one in parameters}
+        self._takes_rank = {"rank", "size"} <= {parameter.name for parameter in parameters}
         self._sampler: Any = getattr(source, "sampler", None)
-        if (parts := getattr(self._sampler, "num_replicas", None)) is not None:
-            self._part = (getattr(self._sampler, "rank", None), parts)
-        self.is_divided = self._takes_rank or self._part is not None
-        self._takes_epoch = any(one.default is one.empty for one in parameters if one.name not in ("rank", "size"))
-        self._ready: tuple[int, Batch, Iterator[Batch]] | None = None  # an epoch of which the first batch was read
+        if (shards := getattr(self._sampler, "num_replicas", None)) is not None:
+            self._shard = (getattr(self._sampler, "rank", None), shards)
+        self.is_divided = self._takes_rank or self._shard is not None
+        self._takes_epoch = any(p.default is p.empty for p in parameters if p.name not in ("rank", "size"))
+        self._ready: tuple[int, Batch, Iterator[Batch]] | None = None  # epoch, its first batch, the other batches
         batches = self._start(0, _ALONE)
         first = self._describe(batches)
         self._ready = (0, first, batches)
 
     def _describe(self, batches: Iterator[Batch]) -> Batch:
-        """Say what the columns are, by the first batch."""
+        """Set the columns from the first batch, and return it."""
         first = next(batches, None)
         if first is None:
             raise DataError("the stream of batches is empty")
@@ -154,16 +154,18 @@ class Stream:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """How many batches an epoch has, where the source says so."""
+        """Return the number of batches per epoch, if the source has a length."""
         try:
-            return len(self._source)  # type: ignore[arg-type] # not all have one
+            return len(self._source)  # type: ignore[arg-type] # not every source has one
         except TypeError:
             return None
 
     def epoch(
         self, epoch: int, start: int = 0, *, size: int = 1, drop: bool = False, group: ProcessGroup = _ALONE
     ) -> Iterator[Batch]:
-        """The batches of an epoch from number `start` on. `size` and `drop` are for those who are asked for a size."""
+        """Yield the batches of an epoch from number `start`. `size` and `drop` are for
+        `SizedStream`.
+        """
         self._check_part(group)
         ready, self._ready = self._ready, None
         is_same = ready is not None and ready[0] == epoch and (group.size == 1 or not self._takes_rank)
@@ -171,17 +173,17 @@ class Stream:
             batches: Iterator[Batch] = itertools.chain([ready[1]], ready[2])
         elif isinstance(self._source, Iterator):
             hint = "pass a function that makes the generator, or something that can be iterated again"
-            raise DataError(f"the stream of batches has ended, and epoch {epoch} needs it again", hint=hint)
+            raise DataError(f"the stream has ended, but epoch {epoch} needs it again", hint=hint)
         else:
             batches = self._start(epoch, group)
         yield from itertools.islice(batches, start, None)
 
     def _check_part(self, group: ProcessGroup) -> None:
-        if self._part not in (None, (None, group.size), (group.rank, group.size)):
-            rank, parts = self._part or (0, 1)
-            which = f"one of {parts} parts" if rank is None else f"part {rank} of {parts}"
-            message = f"the data are {which}, and this is process {group.rank} of {group.size}"
-            raise DataError(message, hint="divide it by the number of processes, or give the whole to each")
+        if self._shard not in (None, (None, group.size), (group.rank, group.size)):
+            rank, shards = self._shard or (0, 1)
+            shard = f"one of {shards} shards" if rank is None else f"shard {rank} of {shards}"
+            message = f"the data are {shard}, but this is process {group.rank} of {group.size}"
+            raise DataError(message, hint="make a shard per process, or pass all data to every process")
 
     def _start(self, epoch: int, group: ProcessGroup) -> Iterator[Batch]:
         source = self._source
@@ -190,20 +192,20 @@ class Stream:
         if isinstance(source, Iterable):
             items = source
         else:
-            own = {"rank": group.rank, "size": group.size} if self._takes_rank else {}
-            items = source(epoch, **own) if self._takes_epoch else source(**own)
+            shard = {"rank": group.rank, "size": group.size} if self._takes_rank else {}
+            items = source(epoch, **shard) if self._takes_epoch else source(**shard)
         if not isinstance(items, Iterable):
-            hint = "let it return a generator, or a list of batches"
-            raise DataError(f"the function gives an object of type `{type(items).__name__}`, not batches", hint=hint)
+            hint = "return a generator or a list of batches"
+            raise DataError(f"the function returned an object of type `{type(items).__name__}`, not batches", hint=hint)
         for number, item in enumerate(items):
             yield _batch(item, number)
 
 
 class SizedStream(Stream):
-    """Samples that come one after the other, in batches of the size that is asked for."""
+    """A stream of samples, in batches of the requested size."""
 
-    def __init__(self, part: tuple[int | None, int] | None):
-        self._part, self.is_divided = part, part is not None
+    def __init__(self, shard: tuple[int | None, int] | None):
+        self._shard, self.is_divided = shard, shard is not None
         self._describe(self._batches(0, 1, 0, False))
 
     @property
@@ -219,7 +221,7 @@ class SizedStream(Stream):
 
     @abstractmethod
     def _open(self, epoch: int, size: int, skipped: int, drop: bool) -> Iterable[Any]:
-        """Batches of so many samples, after those that are skipped; `drop` the last one if it is smaller."""
+        """Return batches of `size` samples after the skipped ones; `drop` a smaller last one."""
 
     def _batches(self, epoch: int, size: int, skipped: int, drop: bool) -> Iterator[Batch]:
         for number, item in enumerate(self._open(epoch, size, skipped, drop), skipped // size):
@@ -227,29 +229,29 @@ class SizedStream(Stream):
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """What a function may be given: the epoch, on which the order of samples may depend; `rank` and `size`."""
+    """Return the parameters that a function of batches may have: the epoch, `rank` and `size`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    all_of_them = inspect.signature(function).parameters.values()
-    return [one for one in all_of_them if one.kind in kinds or one.name in ("rank", "size")]
+    parameters = inspect.signature(function).parameters.values()
+    return [p for p in parameters if p.kind in kinds or p.name in ("rank", "size")]
 
 
 def _batch(item: Any, number: int) -> Batch:
-    """A batch of our own: batches are read ahead, and a source may write the next one where the last one was."""
-    batch = {name: np.array(to_array(value, name, f"batch {number:,}")) for name, value in parts_by_name(item).items()}
+    """Return a copy of a batch: batches are prefetched, and a source may reuse its buffers."""
+    batch = {name: np.array(to_array(value, name, f"batch {number:,}")) for name, value in arrays_by_name(item).items()}
     lengths = {name: array.shape[0] if array.shape else None for name, array in batch.items()}
     if len(set(lengths.values())) != 1 or None in lengths.values():
-        hint = "each item of a stream is a batch: arrays whose first dimension counts samples"
+        hint = "a batch is a dict or tuple of arrays whose first axis counts samples"
         raise DataError(f"batch {number:,} has no common number of samples: {lengths}", hint=hint)
     return batch
 
 
 class HubDataset:
-    """A `datasets.Dataset` in memory or on disk, asked for whole batches of arrays."""
+    """A Hugging Face `datasets.Dataset`, read in batches of arrays."""
 
     def __init__(self, dataset: Any):
-        check_not_empty(len(dataset), "the data set")
+        check_not_empty(len(dataset), "the dataset")
         self._dataset = dataset.with_format("numpy")
-        self._parts: dict[tuple[str, ...], Any] = {}  # the same with some columns: others may be large
+        self._views: dict[tuple[str, ...], Any] = {}  # with a selection of columns: others may be large
         first = _arrays(self._dataset, [0])
         names = _names_of_classes(dataset)
         self.columns = {
@@ -260,46 +262,48 @@ class HubDataset:
         return len(self._dataset)
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        wanted = tuple(known_columns(columns, self.columns, "the data set"))
-        if wanted not in self._parts:
-            self._parts[wanted] = self._dataset.with_format("numpy", columns=list(wanted))
-        arrays = _arrays(self._parts[wanted], indices.tolist())
+        names = tuple(known_columns(columns, self.columns, "the dataset"))
+        if names not in self._views:
+            self._views[names] = self._dataset.with_format("numpy", columns=list(names))
+        arrays = _arrays(self._views[names], indices.tolist())
         for name, array in arrays.items():
             if array.dtype.hasobject:
-                raise DataError(f"rows of column `{name}` differ in shape, or are no numbers", hint="pad them")
+                raise DataError(f"rows of column `{name}` differ in shape or are not numbers", hint="pad them")
         return arrays
 
     def row(self, index: int) -> str:
-        return f"row {index:,} of the data set"
+        return f"row {index:,} of the dataset"
 
 
 def _names_of_classes(dataset: Any) -> dict[str, tuple[str, ...]]:
-    """The names of each `ClassLabel`."""
+    """Return the class names of each `ClassLabel`."""
     features = (getattr(dataset, "features", None) or {}).items()
     labels = {name: feature for name, feature in features if type(feature).__name__ == "ClassLabel"}
     return {name: tuple(label.names) for name, label in labels.items() if getattr(label, "names", None)}
 
 
 def _arrays(dataset: Any, indices: list[int]) -> Batch:
-    return {name: to_array(values, name, "the data set") for name, values in dataset[indices].items()}
+    return {name: to_array(values, name, "the dataset") for name, values in dataset[indices].items()}
 
 
-# ---- data sets that are streamed -------------------------------------------------------------------------------------
+# ---- streamed datasets -----------------------------------------------------------------------------------------------
 
 
 class HubStream(SizedStream):
-    """A `datasets.IterableDataset`. What `split_dataset_by_node` made of one is a process's own part."""
+    """A Hugging Face `datasets.IterableDataset`; after `split_dataset_by_node`, the shard of a
+    process.
+    """
 
     def __init__(self, dataset: Any):
         self._dataset = dataset.with_format("numpy")
         nodes = getattr(dataset, "_distributed", None)
         super().__init__(None if nodes is None else (nodes.rank, nodes.world_size))
         names = _names_of_classes(dataset)
-        self.columns = {name: dataclasses.replace(one, classes=names.get(name)) for name, one in self.columns.items()}
+        self.columns = {n: dataclasses.replace(column, classes=names.get(n)) for n, column in self.columns.items()}
 
     def _open(self, epoch: int, size: int, skipped: int, drop: bool) -> Iterable[Any]:
         rest = self._dataset.skip(skipped) if skipped else self._dataset
-        rest.set_epoch(epoch)  # on which the order depends, if it is shuffled
+        rest.set_epoch(epoch)  # seeds the shuffle
         batches: Iterable[Any] = rest.iter(size, drop_last_batch=drop)
         return batches
 
@@ -309,11 +313,11 @@ def is_ray(source: Any) -> bool:
 
 
 class RayStream(SizedStream):
-    """A `ray.data.Dataset`, or a part of one: what `get_dataset_shard` gives a worker, or `streaming_split`."""
+    """A `ray.data.Dataset`, or a shard of one from `get_dataset_shard` or `streaming_split`."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset
-        if hasattr(dataset, "context"):  # else blocks come as they are ready, in another order each time
+        if hasattr(dataset, "context"):  # without this, blocks come in the order in which they finish
             dataset.context.execution_options.preserve_order = True
         super().__init__((None, dataset.world_size()) if hasattr(dataset, "world_size") else None)
 

@@ -1,4 +1,4 @@
-"""Opening data, whatever they are."""
+"""Opening of training data: files, folders, arrays, data frames, datasets and streams."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from onward.training.data.dataset import Columns, Dataset, Rows, check_names, kn
 from onward.training.data.files import check_file, files_in
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
 from onward.training.data.objects import HubDataset, HubStream, RayStream, Samples, Stream, is_frame, is_ray, open_frame
-from onward.training.data.views import Beside, concatenate
+from onward.training.data.views import JoinedColumns, concatenate
 
 _FILES = ".npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .safetensors, or a folder of images or of such files"
 
 
-class _How(NamedTuple):
+class _Format(NamedTuple):
     images: ImageFormat
     window: int | None
 
@@ -36,25 +36,26 @@ def open_data(
     images: ImageFormat | None = None,
     window: int | None = None,
 ) -> Dataset | Stream:
-    """Open data to train on.
+    """Open training data.
 
-    - A path: `.npz`, `.npy`, `.csv`, `.tsv`, `.parquet`, `.arrow`, `.feather`, `.safetensors`; a folder with a
-      sub-folder of images per class; a folder that Hugging Face `datasets` saved; a folder of files of one kind.
-      A folder of parts, `train/` and `val/`, is for `in_parts`.
-    - A pattern, such as `tokens/*.parquet`: all files that match, in the order of their names.
-    - Several paths of one kind are read one after the other; with names (`{"image": "x.npy", "label": "y.npy"}`, or
-      strings `image=x.npy`) they are columns side by side. `image=mnist.npz:x_train` takes one array of a file.
-    - A dict or a tuple of arrays; a data frame of pandas; a list of samples, or anything with a length and samples by
-      number.
-    - An iterable of batches (dicts or tuples of arrays), a function that makes one, a torch DataLoader, an
-      `IterableDataset` of `datasets`, a data set of Ray Data or a part of one: a stream.
+    - A path: `.npz`, `.npy`, `.csv`, `.tsv`, `.parquet`, `.arrow`, `.feather`, `.safetensors`; a
+      folder with a subfolder of images per class; a folder that Hugging Face `datasets` saved; a
+      folder of files of one format. A folder with `train/` and `val/` is for `in_parts`.
+    - A pattern, such as `tokens/*.parquet`: all matching files, sorted by name.
+    - Several paths of one format are concatenated; with names (`{"image": "x.npy", "label":
+      "y.npy"}`, or strings `image=x.npy`) they are columns. `image=mnist.npz:x_train` takes one
+      array of a file.
+    - A dict or a tuple of arrays; a pandas data frame; a list of samples, or any object with a
+      length and samples by index.
+    - An iterable of batches (dicts or tuples of arrays), a function that returns one, a torch
+      DataLoader, an `IterableDataset` of `datasets`, a Ray dataset or a shard of one: a stream.
 
-    `inputs` of the model tell what images are decoded to, unless `images` does; `window` is that of `Batches`, for
-    formats that can be read either way.
+    `inputs` of the model determine the format of images, unless `images` does. `window` is that of
+    `Batches`, for formats that can be read either way.
     """
-    wanted = _How(images or (format_for(inputs) if inputs else ImageFormat()), window)
+    data_format = _Format(images or (format_for(inputs) if inputs else ImageFormat()), window)
     if isinstance(source, str | Path):
-        return _open_paths([source], wanted)
+        return _open_paths([source], data_format)
     if isinstance(source, bytes | bytearray):
         raise DataError("cannot train on bytes", hint=f"use {_FILES}")
     if is_frame(source):
@@ -62,13 +63,13 @@ def open_data(
     if isinstance(source, Dataset | Stream):
         return source
     if isinstance(source, Mapping):
-        return _open_mapping(source, wanted)
+        return _open_mapping(source, data_format)
     if hasattr(source, "with_format"):
         return HubDataset(source) if _has_length(source) else HubStream(source)
     if is_ray(source):
         return RayStream(source)
     if isinstance(source, list) and source and all(isinstance(item, str | Path) for item in source):
-        return _open_paths(source, wanted)
+        return _open_paths(source, data_format)
     if isinstance(source, tuple) or hasattr(source, "__array__"):
         return _arrays(source if isinstance(source, tuple) else (source,))
     if _has_length(source):
@@ -82,7 +83,7 @@ def open_data(
 
 
 def files_of(source: Any) -> list[Path]:
-    """Return the files that a path of data leads to, in their order; nothing for data that are objects."""
+    """Return the files of a data argument, in order; an empty list for Python objects."""
     if isinstance(source, Mapping):
         source = list(source.values())
     paths = source if isinstance(source, list | tuple) else [source]
@@ -93,8 +94,8 @@ def files_of(source: Any) -> list[Path]:
         named = path if _name_of(path) is None else path.partition("=")[2]
         if not os.path.exists(named) and ":" in named and not glob.has_magic(named):
             named = named.rpartition(":")[0]
-        for one in _find(named):
-            files += sorted(file for file in one.rglob("*") if file.is_file()) if one.is_dir() else [one]
+        for match in _find(named):
+            files += sorted(file for file in match.rglob("*") if file.is_file()) if match.is_dir() else [match]
     return files
 
 
@@ -102,42 +103,44 @@ def files_of(source: Any) -> list[Path]:
 
 
 def _has_length(source: Any) -> bool:
-    """Whether an object has samples by number; a DataLoader has a length, but no numbers."""
+    """True if an object has samples by index. A DataLoader has a length, but no samples by index."""
     return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 
-def _open_mapping(source: Mapping[Any, Any], how: _How) -> Dataset:
+def _open_mapping(source: Mapping[Any, Any], data_format: _Format) -> Dataset:
     check_names(map(str, source), "the data")
     if source and all(isinstance(value, str | Path) for value in source.values()):
-        return Beside({str(name): _named_column(str(name), str(path), how) for name, path in source.items()})
+        return JoinedColumns(
+            {str(name): _named_column(str(name), str(path), data_format) for name, path in source.items()}
+        )
     if any(hasattr(value, "with_format") for value in source.values()):
         listed = ", ".join(f"`{name}`" for name in source)
-        raise DataError(f"this holds several data sets: {listed}", hint="give one of them")
+        raise DataError(f"the mapping holds several datasets: {listed}", hint="pass one of them")
     return _arrays({str(name): value for name, value in source.items()})
 
 
 def _arrays(arrays: tuple[Any, ...] | Mapping[str, Any]) -> Columns:
-    named = arrays if isinstance(arrays, Mapping) else {str(at): value for at, value in enumerate(arrays)}
-    found: dict[str, Rows] = {name: to_array(value, name) for name, value in named.items()}
-    return Columns(found)
+    named = arrays if isinstance(arrays, Mapping) else {str(index): value for index, value in enumerate(arrays)}
+    columns: dict[str, Rows] = {name: to_array(value, name) for name, value in named.items()}
+    return Columns(columns)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def _open_paths(paths: Sequence[str | Path], how: _How) -> Dataset:
+def _open_paths(paths: Sequence[str | Path], data_format: _Format) -> Dataset:
     if "" in paths:
         raise DataError("the path of the data is empty", hint=f"use {_FILES}")
     names = [_name_of(path) for path in paths]
     if all(name is None for name in names):
-        return _open_files([file for path in paths for file in _find(path)], how, f"{len(paths)} files")
+        return _open_files([file for path in paths for file in _find(path)], data_format, f"{len(paths)} files")
     if None in names:
         raise DataError(
-            "some paths have a name and some have none", hint="image=x.npy label=y.npy, or none with a name"
+            "some paths have a column name and some do not", hint="name all of them: image=x.npy label=y.npy"
         )
-    return Beside(
+    return JoinedColumns(
         {
-            name: _named_column(name, str(path).partition("=")[2], how)
+            name: _named_column(name, str(path).partition("=")[2], data_format)
             for name, path in zip(names, paths, strict=True)
             if name
         }
@@ -145,67 +148,69 @@ def _open_paths(paths: Sequence[str | Path], how: _How) -> Dataset:
 
 
 def _name_of(path: str | Path) -> str | None:
-    """The name in `name=path`, unless the whole is a path."""
-    found = re.match(r"([^=/\\]+)=", str(path))
-    return found[1] if found and not os.path.exists(path) else None
+    """Return the name in `name=path`, unless the whole is a path."""
+    match = re.match(r"([^=/\\]+)=", str(path))
+    return match[1] if match and not os.path.exists(path) else None
 
 
-def _named_column(name: str, path: str, how: _How) -> tuple[Dataset, str]:
-    """A data set, and the column of it that `path` or `path:column` means."""
+def _named_column(name: str, path: str, data_format: _Format) -> tuple[Dataset, str]:
+    """Return the dataset and the column of `path` or `path:column`."""
     if os.path.exists(path) or ":" not in path:
-        data = _open_files(_find(path), how, path)
+        data = _open_files(_find(path), data_format, path)
         if len(data.columns) == 1:
             return data, next(iter(data.columns))
         column = name
     else:
         path, _, column = path.rpartition(":")
-        data = _open_files(_find(path), how, path, only=column)
+        data = _open_files(_find(path), data_format, path, only=column)
     known_columns([column], data.columns, path)
     return data, column
 
 
 def _find(path: str | Path) -> list[Path]:
-    """What a path means: itself, or all that match a pattern, by name."""
+    """Return the path, or the files that match a pattern, sorted by name."""
     if os.path.exists(path) or not glob.has_magic(str(path)):
         return [Path(path)]
-    found = sorted(map(Path, glob.glob(str(path), recursive=True)))
-    if not found:
+    matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    if not matches:
         folder = Path(path).parent
-        near = [one.name for one in files_in(folder)[:3]] if folder.is_dir() else []
-        hint = f"{folder} holds {', '.join(near)} ..." if near else "patterns are relative to the current folder"
+        names = [entry.name for entry in files_in(folder)[:3]] if folder.is_dir() else []
+        hint = f"{folder} holds {', '.join(names)} ..." if names else "patterns are relative to the current folder"
         raise DataError(f"no file matches `{path}`", hint=hint)
-    return found
+    return matches
 
 
-def _open_files(paths: Sequence[Path], how: _How, origin: str, only: str | None = None) -> Dataset:
-    """Files or folders of one kind, one after the other."""
+def _open_files(paths: Sequence[Path], data_format: _Format, origin: str, only: str | None = None) -> Dataset:
+    """Open files or folders of one format, one after the other."""
     for path in paths:
         _check_there(path)
-    kinds = sorted({"a folder" if path.is_dir() else path.suffix.lower() for path in paths})
-    if len(kinds) > 1:
-        raise DataError(f"{origin}: files of different kinds ({', '.join(kinds)})", hint="name the ones that are meant")
-    if kinds[0] in (".parquet", ".pq"):
+    suffixes = sorted({"a folder" if path.is_dir() else path.suffix.lower() for path in paths})
+    if len(suffixes) > 1:
+        raise DataError(
+            f"{origin}: files of different formats ({', '.join(suffixes)})", hint="pass files of one format"
+        )
+    if suffixes[0] in (".parquet", ".pq"):
         from onward.training.data.parquet import open_parquet
 
-        return open_parquet(paths, how.images, how.window)
+        return open_parquet(paths, data_format.images, data_format.window)
     name = re.sub(r"[-_.]?\d+$", "", paths[0].stem) if len(paths) > 1 else None
-    return concatenate([_open_path(path, how, only, name) for path in paths], origin)
+    return concatenate([_open_path(path, data_format, only, name) for path in paths], origin)
 
 
 def _check_there(path: Path) -> None:
-    if not os.path.exists(path):  # which is no error, however strange the path is
+    if not os.path.exists(path):  # unlike Path.exists, never raises for a malformed path
         raise DataError(f"there is no {path}", hint="check the path; it is relative to the current folder")
     if not path.is_dir() and not check_file(path):
         raise DataError(f"{path} is empty")
 
 
-def _open_path(path: Path, how: _How, only: str | None = None, name: str | None = None) -> Dataset:
-    """A file or folder; `only` one column is used of it, so that others do not matter where they can be left out.
+def _open_path(path: Path, data_format: _Format, only: str | None = None, name: str | None = None) -> Dataset:
+    """Open a file or folder. Files with many columns may read `only` one.
 
-    A column that has no name but the file's is called `name`.
+    `name` replaces the file name as the name of an unnamed column.
     """
     if path.is_dir():
-        return _open_folder(path, how)
+        return _open_folder(path, data_format)
     match path.suffix.lower():
         case ".npz":
             return open_npz(path, only)
@@ -218,28 +223,28 @@ def _open_path(path: Path, how: _How, only: str | None = None, name: str | None 
         case ".arrow" | ".feather" | ".ipc":
             from onward.training.data.arrow import open_arrow
 
-            return open_arrow(path, how.images)
+            return open_arrow(path, data_format.images)
         case ".safetensors":
             return open_safetensors(path, only)
         case suffix:
-            raise DataError(f"{path} is of no kind that can be read (`{suffix}`)", hint=f"use {_FILES}")
+            raise DataError(f"cannot read the format of {path} (`{suffix}`)", hint=f"use {_FILES}")
 
 
-def _open_folder(folder: Path, how: _How) -> Dataset:
+def _open_folder(folder: Path, data_format: _Format) -> Dataset:
     refuse_parts(folder)
     if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
         from onward.training.data.arrow import open_saved
 
-        return open_saved(folder, how.images)
+        return open_saved(folder, data_format.images)
     inside = files_in(folder)
     files = [path for path in inside if not path.is_dir()]
     if any(path.is_dir() for path in inside):
-        return ImageFolder(folder, how.images)
+        return ImageFolder(folder, data_format.images)
     if any(path.suffix.lower() in SUFFIXES for path in files):
-        raise DataError(f"the images in {folder} have no classes", hint="put them into a sub-folder per class")
+        raise DataError(f"the images in {folder} have no classes", hint="put them into a subfolder per class")
     if not files:
         raise DataError(f"{folder} is empty", hint=f"use {_FILES}")
-    return _open_files(files, how, str(folder))
+    return _open_files(files, data_format, str(folder))
 
 
 _ROLES = {
@@ -251,79 +256,81 @@ _NUMBERED = re.compile(r"([a-z]+)([-_.]?\d[\w.-]*)?")
 
 
 class Parted(NamedTuple):
-    """What to train on and to validate with."""
+    """Training data and validation data."""
 
     data: Any
     validation: Any
     notes: tuple[str, ...] = ()
-    """What the user should know about that."""
+    """Notes for the user."""
 
 
-# ---- folders that hold data in parts ---------------------------------------------------------------------------------
-# `train/` and `val/`, or `train.npz` and `val.npz`: what is called so is not a class. A part is a folder, or files
-# whose names begin with its own: `train-00001.parquet`.
+# ---- folders with training and validation data -----------------------------------------------------------------------
+# `train/` and `val/`, or `train.npz` and `val.npz`: such names are not classes. A part is a folder, or files whose
+# names begin with its name: `train-00001.parquet`.
 
 
 def in_parts(data: Any, validation: Any = None) -> Parted:
-    """What to train on and to validate with: the parts of a folder that has such, unless `validation` is given."""
+    """Return training and validation data: the parts of a folder, unless `validation` is given."""
     parts = parts_of(Path(data)) if isinstance(data, str | Path) and data != "" else {}
     if not parts:
         return Parted(data, validation)
-    said, used = [f"trains on {_common_name(parts['training'])}"], validation
+    actions, validation_source = [f"trains on {_common_name(parts['training'])}"], validation
     if "validation" in parts and validation is None:
-        used = _source(parts["validation"])
-        said.append(f"validates with {_common_name(parts['validation'])}")
+        validation_source = _source(parts["validation"])
+        actions.append(f"validates with {_common_name(parts['validation'])}")
     elif "validation" in parts:
-        said.append(f"leaves {_common_name(parts['validation'])} alone, since other data to validate with are named")
+        actions.append(f"ignores {_common_name(parts['validation'])}, since other validation data are given")
     if "test" in parts:
-        said.append(f"leaves {_common_name(parts['test'])} for an evaluation")
-    return Parted(_source(parts["training"]), used, (f"{data}: {', '.join(said)}",))
+        actions.append(f"leaves {_common_name(parts['test'])} for an evaluation")
+    return Parted(_source(parts["training"]), validation_source, (f"{data}: {', '.join(actions)}",))
 
 
 def parts_of(folder: Path) -> dict[str, list[Path]]:
-    """The parts that a folder holds, by what they are for (`training`, `validation`, `test`); none if it is data."""
+    """Return the parts of a folder by purpose (`training`, `validation`, `test`); empty if it is
+    data itself.
+    """
     if not os.path.isdir(folder):
         return {}
     inside = files_in(folder)
-    places = [path for path in inside if path.is_dir()] or inside
+    entries = [path for path in inside if path.is_dir()] or inside
     words: dict[str, list[Path]] = defaultdict(list)
-    for path in places:
+    for path in entries:
         words[_word(path)].append(path)
     roles = [role for word in words if (role := _ROLES.get(word)) is not None]
-    if len(set(roles)) < 2 and (roles != ["training"] or len(words) > 1 or not places[0].is_dir()):
-        return {}  # a class may be called so, or all files
+    if len(set(roles)) < 2 and (roles != ["training"] or len(words) > 1 or not entries[0].is_dir()):
+        return {}  # a class, or all files, may have such a name
     _refuse_unclear(folder, words, roles)
     return {_ROLES[word]: paths for word, paths in words.items()}
 
 
 def refuse_parts(folder: Path) -> None:
-    """Refuse a folder of parts where one kind of data is wanted."""
+    """Refuse a folder of parts where one dataset is needed."""
     if parts := parts_of(folder):
         listed = " and ".join(map(_common_name, parts.values()))
-        raise DataError(f"{folder} holds several sets of data: {listed}", hint=_name_one(parts.values()))
+        raise DataError(f"{folder} holds several datasets: {listed}", hint=_name_one(parts.values()))
 
 
 def _refuse_unclear(folder: Path, words: dict[str, list[Path]], roles: list[str]) -> None:
-    known = [paths for word, paths in words.items() if word in _ROLES]
+    parts = [paths for word, paths in words.items() if word in _ROLES]
     problem = ""
     if "training" not in roles:
-        problem = "of which none is to train on"
+        problem = "none of them for training"
     elif len(set(roles)) < len(roles):
-        problem = "of which two are for the same"
+        problem = "two of them for the same purpose"
     elif others := [paths for word, paths in words.items() if word not in _ROLES]:
-        problem = f"beside {_common_name(others[0])}, so that it is not clear whether these are parts of the data"
+        problem = f"and also {_common_name(others[0])}: are they parts of one dataset?"
     if problem:
-        listed = " and ".join(map(_common_name, known))
-        raise DataError(f"{folder} holds {listed}, {problem}", hint=_name_one(known))
+        listed = " and ".join(map(_common_name, parts))
+        raise DataError(f"{folder} holds {listed}, {problem}", hint=_name_one(parts))
 
 
 def _name_one(parts: Any) -> str:
     paths = [str(paths[0]) for paths in parts]
-    return f"say which: --data {paths[0]} --validation {paths[-1]}" if len(paths) > 1 else f"say it: {paths[0]}"
+    return f"--data {paths[0]} --validation {paths[-1]}" if len(paths) > 1 else f"--data {paths[0]}"
 
 
 def _word(path: Path) -> str:
-    """The name of a folder; that of a file without a number and what comes after it."""
+    """Return the name of a folder, or that of a file without its number and suffix."""
     name = path.name.lower()
     if path.is_dir():
         return name

@@ -1,4 +1,4 @@
-"""Orders of rows, and data sets made of others: one after the other, side by side, and the two parts of a split."""
+"""Orders of rows, and views: concatenated, joined, split and relabeled datasets."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ROUNDS = 10
 
 
 class Order:
-    """Order(n, seed, epoch)(positions): the rows at these positions of a shuffle of 0 to n - 1, which are computed.
+    """A computed shuffle: `Order(n, seed, epoch)(positions)` returns the rows at positions of a
+    permutation of range(n).
 
-    A permutation of any number of rows costs no memory, and depends on nothing but the seed and the epoch: not on the
-    version of a library, and not on what was drawn before. It is a Feistel network: rows are laid out as a grid of
-    `high` by `low`, and each round shifts one coordinate by a hash of the other, which can be undone and so maps no two
-    positions to one. The grid is hardly larger than the number of rows; a position that leads outside of them is
-    followed further until it comes back.
+    It takes no memory and depends on the seed and the epoch only, not on library versions or
+    earlier draws. It is a Feistel network: rows are laid out as a grid of `high` by `low`, and each
+    round shifts one coordinate by a hash of the other, which is a bijection. A position that leads
+    outside the rows is permuted again until it is inside (cycle walking).
     """
 
     def __init__(self, count: int, seed: int, epoch: int):
@@ -51,11 +51,12 @@ class Order:
 
 
 class WindowOrder:
-    """An order for rows that are read in pieces: pieces are shuffled, then the rows within a window of them.
+    """An order for rows in pieces: pieces are shuffled, then rows within a window of pieces.
 
-    A window holds as many whole batches as fit. It is cut into a stretch for each sample of a batch, and each batch
-    takes one row of every stretch: sample i of all batches is from stretch i. So a process, whose part of a batch is
-    some samples in a row, needs that part of the window alone, and the order is the same for any number of processes.
+    A window holds as many full batches as fit. It is cut into a stretch per sample of a batch, and
+    each batch takes one row of every stretch: sample i of all batches comes from stretch i. So a
+    process, whose shard of a batch is consecutive samples, needs only its part of the window, and
+    the order does not depend on the number of processes.
 
     `starts` are the first row of each piece, and the number of all rows.
     """
@@ -67,40 +68,42 @@ class WindowOrder:
         self._count, self._batch = int(starts[-1]), batch
         self._window = max(window // batch, 1) * batch
         self._seed, self._epoch = seed, epoch
-        self._known = (-1, np.empty(0, np.int64))  # a window, and the places in it
+        self._last = (-1, np.empty(0, np.int64))  # the last window and its positions
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        windows, at = np.divmod(positions, self._window)
-        places = np.empty(len(positions), np.int64)
+        windows, offsets = np.divmod(positions, self._window)
+        rows = np.empty(len(positions), np.int64)
         for window in np.unique(windows).tolist():
-            here = windows == window
-            places[here] = window * self._window + self._places(window)[at[here]]
-        piece = np.searchsorted(self._begin, places, side="right") - 1
-        return self._first[piece] + places - self._begin[piece]
+            mask = windows == window
+            rows[mask] = window * self._window + self._places(window)[offsets[mask]]
+        piece = np.searchsorted(self._begin, rows, side="right") - 1
+        return self._first[piece] + rows - self._begin[piece]
 
     def _places(self, window: int) -> np.ndarray:
-        """Which place in a window each of its positions has. What does not fill a batch comes last, as it is."""
-        if self._known[0] != window:
+        """Return the position in a window for each of its steps. Rows that do not fill a batch come
+        last, unshuffled.
+        """
+        if self._last[0] != window:
             count = min(self._window, self._count - window * self._window)
-            each = count // self._batch  # rows in a stretch, each of which is in another batch
-            whole = each * self._batch
+            stretch = count // self._batch  # rows per stretch, each in another batch
+            whole = stretch * self._batch
             luck = hash_numbers(np.arange(whole), self._seed, self._epoch, window)
-            order = np.argsort(luck.reshape(self._batch, each), axis=1, kind="stable")
-            order += np.arange(self._batch)[:, None] * each
-            self._known = (window, np.concatenate([order.T.ravel(), np.arange(whole, count)]))
-        return self._known[1]
+            order = np.argsort(luck.reshape(self._batch, stretch), axis=1, kind="stable")
+            order += np.arange(self._batch)[:, None] * stretch
+            self._last = (window, np.concatenate([order.T.ravel(), np.arange(whole, count)]))
+        return self._last[1]
 
 
 def hash_numbers(numbers: np.ndarray, *keys: int) -> np.ndarray:
-    """A number of 64 bits for each, which is another for other keys."""
+    """Return a 64-bit hash of each number, which depends on the keys."""
     key = 0
-    for one in keys:
-        key = _mix(key ^ (one & _MASK))
+    for part in keys:
+        key = _mix(key ^ (part & _MASK))
     return _hash((numbers.astype(np.uint64) + np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15))
 
 
 def _mix(number: int) -> int:
-    """The next number of the generator SplitMix64 whose state is `number`."""
+    """Return the next output of the generator SplitMix64 with state `number`."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -108,37 +111,40 @@ def _mix(number: int) -> int:
 
 
 def _hash(numbers: np.ndarray) -> np.ndarray:
-    """The last three steps of `_mix`, for arrays."""
+    """Return the last three steps of `_mix` for arrays."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
-#
 
 
 def concatenate(parts: Sequence[Dataset], origin: str) -> Dataset:
-    """The rows of all parts, one part after the other. Classes in the order of their names are those of all parts."""
+    """Return the rows of all parts in order. Sorted classes are merged."""
     if len(parts) == 1:
         return parts[0]
     for column in parts[0].columns:
-        found = [part.columns[column].classes for part in parts if column in part.columns]
-        classes = [names for names in found if names is not None]
-        if len(set(found)) > 1 and len(classes) == len(parts) and all(list(one) == sorted(one) for one in classes):
-            every = tuple(sorted(set().union(*classes)))
-            parts = [with_classes(part, column, every, origin) for part in parts]
+        listed = [part.columns[column].classes for part in parts if column in part.columns]
+        classes = [names for names in listed if names is not None]
+        if (
+            len(set(listed)) > 1
+            and len(classes) == len(parts)
+            and all(list(names) == sorted(names) for names in classes)
+        ):
+            merged = tuple(sorted(set().union(*classes)))
+            parts = [with_classes(part, column, merged, origin) for part in parts]
     return _Joined(parts, origin)
 
 
-_ALIKE = "name files that have the same columns, of the same types"
+_ALIKE = "pass files with the same columns, types and classes"
 
 
 def _join_pieces(pieces: Sequence[np.ndarray | None], starts: Sequence[int]) -> np.ndarray | None:
-    """The pieces of parts that follow each other; a part without any is one."""
-    if all(one is None for one in pieces):
+    """Return the pieces of concatenated parts. A part without pieces is one piece."""
+    if all(piece is None for piece in pieces):
         return None
-    moved = [start + one for start, one in zip(starts, pieces, strict=False) if one is not None]
+    moved = [start + piece for start, piece in zip(starts, pieces, strict=False) if piece is not None]
     return np.unique(np.concatenate([*moved, starts]))
 
 
@@ -152,13 +158,13 @@ class _Joined:
             for name in {**self.columns, **part.columns}:
                 mine, other = (columns.get(name) for columns in (self.columns, part.columns))
                 if mine is None or other is None or (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                    where = f"{parts[0].row(0)} and {part.row(0)}"
+                    rows = f"{parts[0].row(0)} and {part.row(0)}"
                     raise DataError(
-                        f"files do not go together: column `{name}` is {mine} and {other} ({where})", hint=_ALIKE
+                        f"files have different columns: `{name}` is {mine} and {other} ({rows})", hint=_ALIKE
                     )
                 if mine.classes != other.classes:
                     raise DataError(
-                        f"files do not go together: column `{name}` has other classes at {part.row(0)}", hint=_ALIKE
+                        f"files have different columns: `{name}` has other classes at {part.row(0)}", hint=_ALIKE
                     )
 
     def __len__(self) -> int:
@@ -166,23 +172,23 @@ class _Joined:
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         names = known_columns(columns, self.columns, self._origin)
-        places = np.searchsorted(self._starts, indices, side="right") - 1
+        part_indices = np.searchsorted(self._starts, indices, side="right") - 1
         out: Batch = {}
-        for place in np.unique(places):
-            here = np.flatnonzero(places == place)
-            for name, values in self._parts[place].take(indices[here] - self._starts[place], names).items():
+        for index in np.unique(part_indices):
+            mask = np.flatnonzero(part_indices == index)
+            for name, values in self._parts[index].take(indices[mask] - self._starts[index], names).items():
                 if name not in out:
                     out[name] = np.empty((len(indices), *values.shape[1:]), values.dtype)
-                out[name][here] = values
+                out[name][mask] = values
         return out
 
     def row(self, index: int) -> str:
-        place = bisect_right(self._starts, index) - 1
-        return self._parts[place].row(index - self._starts[place])
+        part_index = bisect_right(self._starts, index) - 1
+        return self._parts[part_index].row(index - self._starts[part_index])
 
 
-class Beside:
-    """Columns of several data sets as one: {name: (data set, its name there)}."""
+class JoinedColumns:
+    """Columns of several datasets as one dataset: {name: (dataset, its column)}."""
 
     def __init__(self, sources: Mapping[str, tuple[Dataset, str]]):
         lengths = {name: len(data) for name, (data, _) in sources.items()}
@@ -191,9 +197,9 @@ class Beside:
             raise DataError(f"columns differ in their number of rows: {listed}")
         self._sources = sources
         self._length = next(iter(lengths.values()))
-        pieces = [one for data, _ in sources.values() if (one := pieces_of(data)) is not None]
+        pieces = [starts for data, _ in sources.values() if (starts := pieces_of(data)) is not None]
         self.pieces = np.unique(np.concatenate(pieces)) if pieces else None
-        self.columns = {name: data.columns[there] for name, (data, there) in sources.items()}
+        self.columns = {name: data.columns[source_column] for name, (data, source_column) in sources.items()}
 
     def __len__(self) -> int:
         return self._length
@@ -201,8 +207,8 @@ class Beside:
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         out: Batch = {}
         for name in known_columns(columns, self.columns, "the data"):
-            data, there = self._sources[name]
-            out[name] = data.take(indices, [there])[there]
+            data, column = self._sources[name]
+            out[name] = data.take(indices, [column])[column]
         return out
 
     def row(self, index: int) -> str:
@@ -210,7 +216,9 @@ class Beside:
 
 
 class Subset:
-    """Some rows of a data set: `rows` tells which, by their numbers here. In pieces they are in their old order."""
+    """Selected rows of a dataset: `rows` maps numbers here to numbers there. Pieces keep their
+    order.
+    """
 
     def __init__(self, data: Dataset, length: int, rows: Callable[[np.ndarray], np.ndarray]):
         self.columns = data.columns
@@ -229,7 +237,9 @@ class Subset:
 
 
 def _first_not_below(limits: np.ndarray, rows: Callable[[np.ndarray], np.ndarray], length: int) -> np.ndarray:
-    """Where among rows that ascend the first one is that is not below each limit: `searchsorted` in a function."""
+    """Return the first index of ascending `rows` that is not below each limit: `searchsorted` on a
+    function.
+    """
     low, high = np.zeros_like(limits), np.full_like(limits, length)
     while (low < high).any():
         middle = np.minimum((low + high) // 2, length - 1)
@@ -239,26 +249,26 @@ def _first_not_below(limits: np.ndarray, rows: Callable[[np.ndarray], np.ndarray
 
 
 def with_classes(data: Dataset, column: str, classes: tuple[str, ...], origin: str) -> Dataset:
-    """Data in which a column has the classes that it has in `origin`, by the same numbers."""
+    """Return data in which a column has the classes of `origin`, with the same numbers."""
     mine = data.columns[column].classes
     if mine == classes:
         return data
     if mine is None:
         raise DataError(
-            f"column `{column}` has numbers, but names of classes in {origin}, such as `{classes[0]}`",
-            hint="write classes in the same way in both",
+            f"column `{column}` has numbers, but class names in {origin}, such as `{classes[0]}`",
+            hint="write classes the same way in both",
         )
-    strange = [name for name in mine if name not in classes]
-    if strange:
+    unknown = [name for name in mine if name not in classes]
+    if unknown:
         raise DataError(
-            f"column `{column}` has the class `{strange[0]}`, which is not in {origin}",
-            hint=suggest(strange[0], classes) or f"classes are {', '.join(classes[:10])}",
+            f"column `{column}` has the class `{unknown[0]}`, which is not in {origin}",
+            hint=suggest(unknown[0], classes) or f"classes are {', '.join(classes[:10])}",
         )
     return _Renumbered(data, column, classes)
 
 
 class _Renumbered:
-    """A data set whose classes have the numbers that they have elsewhere."""
+    """A dataset whose class numbers are those of another."""
 
     def __init__(self, data: Dataset, column: str, classes: tuple[str, ...]):
         old = data.columns[column]
@@ -272,7 +282,7 @@ class _Renumbered:
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         batch = self._data.take(indices, columns)
-        if (labels := batch.get(self._column)) is not None:  # what is no number of a class, such as -1 for none, stays
+        if (labels := batch.get(self._column)) is not None:  # other numbers, such as -1 for no class, stay
             is_class = (labels >= 0) & (labels < len(self._numbers))
             batch[self._column] = np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
         return batch
@@ -281,23 +291,25 @@ class _Renumbered:
         return self._data.row(index)
 
 
-# ---- data in two parts, to train on and to validate with -------------------------------------------------------------
+# ---- splits ----------------------------------------------------------------------------------------------------------
 
 
 def split(
     data: Dataset | Stream, fraction: float, seed: int = 0, strata: np.ndarray | None = None
 ) -> tuple[Dataset, Dataset]:
-    """The data in two parts, to train on and to validate with; `fraction` is the second's share. Both have rows.
+    """Return the training and the validation part of the data. `fraction` is the size of the
+    latter; both have rows.
 
-    `strata` are a number for each row, such as its class: of each number the second part has that share of rows.
+    `strata` are a number per row, such as its class, with that fraction of each number in the
+    validation part.
     """
     if isinstance(data, Stream):
-        raise DataError("a stream of batches cannot be split", hint="give validation data of their own")
+        raise DataError("cannot split a stream of batches", hint="pass separate validation data: `validation=...`")
     if not 0 < fraction < 1:
-        raise DataError(f"a validation split of {fraction} leaves nothing", hint="use a fraction between 0 and 1")
+        raise DataError(f"the validation fraction is {fraction}", hint="use a fraction between 0 and 1")
     count = len(data)
     if count < 2:
-        raise DataError("one row cannot be split in two", hint="give validation data of their own")
+        raise DataError("cannot split one row", hint="pass separate validation data: `validation=...`")
     held_out = min(max(round(count * fraction), 1), count - 1)
     order = Order(count, seed, _SPLIT)
     if strata is None and pieces_of(data) is not None:
@@ -312,17 +324,18 @@ def split(
 def fold(
     data: Dataset | Stream, number: int, folds: int, seed: int = 0, strata: np.ndarray | None = None
 ) -> tuple[Dataset, Dataset]:
-    """The data without one of so many folds, counted from 1, and that one. Each row is in one fold.
+    """Return the data without fold `number`, counted from 1, and that fold. Each row is in one
+    fold.
 
-    Rows are dealt like cards, stratum by stratum in the order of a split: folds have as many rows, of each stratum too,
-    but for one.
+    Rows are dealt like cards, stratum by stratum in the order of a split, so the sizes of folds
+    differ by at most one row.
     """
     if isinstance(data, Stream):
-        raise DataError("a stream of batches has no folds", hint="give data whose rows can be taken in any order")
+        raise DataError("cannot divide a stream of batches into folds", hint="pass files or arrays")
     if not 1 <= number <= folds:
-        raise DataError(f"there is no fold {number} of {folds}", hint=f"they are counted from 1 to {folds}")
+        raise DataError(f"there is no fold {number} of {folds}", hint=f"folds are counted from 1 to {folds}")
     if len(data) < folds:
-        raise DataError(f"{len(data)} rows do not make {folds} folds", hint="make fewer of them")
+        raise DataError(f"cannot divide {len(data)} rows into {folds} folds", hint="use fewer folds")
     shuffled = Order(len(data), seed, _SPLIT)(np.arange(len(data)))
     if strata is not None:
         shuffled = shuffled[np.argsort(strata[shuffled], kind="stable")]
@@ -333,12 +346,14 @@ def fold(
 
 def _parts(data: Dataset, is_held_out: np.ndarray) -> tuple[Dataset, Dataset]:
     rows = [np.flatnonzero(chosen) for chosen in (~is_held_out, is_held_out)]
-    first, second = (Subset(data, len(part), part.__getitem__) for part in rows)
+    first, second = (Subset(data, len(selected), selected.__getitem__) for selected in rows)
     return first, second
 
 
 class _Spread:
-    """One row of each of so many equal stretches, and the others: both ascend, so that neighbours stay neighbours."""
+    """One row of each of many equal stretches, and the other rows. Both ascend, so that neighbors
+    stay neighbors.
+    """
 
     def __init__(self, rows: int, chosen: int, seed: int):
         self._rows, self._chosen, self._seed = rows, chosen, seed
@@ -347,23 +362,22 @@ class _Spread:
         return stretch * self._rows // self._chosen
 
     def chosen(self, stretch: np.ndarray) -> np.ndarray:
-        luck = hash_numbers(stretch, self._seed, _SPLIT) % (self._begin(stretch + 1) - self._begin(stretch)).astype(
-            "u8"
-        )
-        return np.asarray(self._begin(stretch) + luck.astype(np.int64))
+        lengths = self._begin(stretch + 1) - self._begin(stretch)
+        offsets = hash_numbers(stretch, self._seed, _SPLIT) % lengths.astype("u8")
+        return np.asarray(self._begin(stretch) + offsets.astype(np.int64))
 
     def others(self, number: np.ndarray) -> np.ndarray:
-        left = self._rows - self._chosen
-        stretch = -(-(number + 1) * self._chosen // left) - 1  # the last one with no more than `number` before it
-        row = number + stretch  # if what is chosen of it comes later
+        remaining = self._rows - self._chosen
+        stretch = -(-(number + 1) * self._chosen // remaining) - 1  # the last with at most `number` rows before it
+        row = number + stretch  # if its chosen row comes later
         return np.asarray(row + (row >= self.chosen(stretch)))
 
 
-_SPLIT = 2**64 - 1  # takes the place of the epoch, which is never that large
+_SPLIT = 2**64 - 1  # used as the epoch, which is never that large
 
 
 def _stratified_rows(strata: np.ndarray, held_out: int, order: Order) -> np.ndarray:
-    """Which rows to keep apart: so many in all, of each stratum its share, and those that come first in the order."""
+    """Return the rows to hold out: of each stratum its share, the first ones in the order."""
     _, numbers, counts = np.unique(strata, return_inverse=True, return_counts=True)
     shares = counts * (held_out / len(strata))
     quotas = np.floor(shares).astype(np.int64)
