@@ -1,1 +1,1 @@
-"""What each framework calls optimizers, slots, losses and schedules, as rows that import nothing of it."""
+"""Names of optimizers, slots, losses and schedules in each framework, without importing it."""

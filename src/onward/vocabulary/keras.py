@@ -14,7 +14,7 @@ from onward.recipe.spec import Spec
 
 
 class Refused(Exception):
-    """The reason why something of Keras has no counterpart."""
+    """Reason why an object of Keras has no counterpart."""
 
 
 def snake_case(name: str) -> str:
@@ -23,13 +23,13 @@ def snake_case(name: str) -> str:
     return re.sub("([a-z])([A-Z])", r"\1_\2", parted).lower()
 
 
-def is_named_after(name: str, kind: str) -> bool:
-    """True if Keras may have named an object so after its class."""
-    return re.fullmatch(rf"{snake_case(kind)}(_\d+)?", name) is not None
+def is_named_after(name: str, class_name: str) -> bool:
+    """True if Keras may have given an object this name after its class."""
+    return re.fullmatch(rf"{snake_case(class_name)}(_\d+)?", name) is not None
 
 
 def shortest_decimal(number: Any) -> float:
-    """Return a float32 as people write it: 0.1, not 0.10000000149011612."""
+    """Return a float32 as its shortest decimal: 0.1, not 0.10000000149011612."""
     return float(str(np.float32(number)))
 
 
@@ -39,21 +39,21 @@ KERAS_2_SLOTS = {
     "m": "exp_avg", "v": "exp_avg_sq", "vhat": "max_exp_avg_sq", "momentum": "momentum_buffer", "rms": "square_avg",
     "mg": "grad_avg", "accumulator": "sum", "accum_grad": "square_avg", "accum_var": "acc_delta",
 }  # fmt: skip
-"""What optimizers before Keras 3 call their slots."""
+"""Slots of Keras 2 -> slots of a recipe."""
 AVERAGE = "average"
 TENSORFLOW_1_SLOTS = {
     "Adam": "exp_avg", "Adam_1": "exp_avg_sq", "Momentum": "momentum_buffer", "Adagrad": "sum",
     "RMSProp": "square_avg", "RMSProp_1": "momentum_buffer", "Adadelta": "square_avg", "Adadelta_1": "acc_delta",
     "ExponentialMovingAverage": AVERAGE,
 }  # fmt: skip
-"""What TensorFlow 1 adds to the names of variables for their slots and averages."""
+"""Suffixes of TensorFlow 1 for slots and averages -> slots of a recipe."""
 
 CLIPS = {"clipnorm": "tensor_norm", "global_clipnorm": "norm", "clipvalue": "value"}
-"""Limits of gradients: Keras's -> those of a recipe."""
+"""Gradient clipping: names of Keras -> names of a recipe."""
 
 
 def read_clip(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the limit of gradients of an optimizer's settings as a recipe has it; None if there is none."""
+    """Return the gradient clipping of an optimizer's settings as a recipe has it, or None."""
     for theirs, ours in CLIPS.items():
         if limit := config[theirs]:
             return {ours: float(limit), **({} if ours == "value" else {"variant": "keras"})}
@@ -61,7 +61,7 @@ def read_clip(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def write_clip(clip: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the settings of an optimizer for a limit of gradients; None if Keras computes it in another way."""
+    """Return the settings for gradient clipping; None if Keras computes it differently."""
     if clip is None:
         return {}
     if clip.get("variant", "optax") not in ("optax", "keras"):
@@ -73,7 +73,7 @@ def write_clip(clip: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 class Rate(NamedTuple):
-    """A base rate, and its schedule."""
+    """Base rate and schedule."""
 
     lr: float
     schedule: Sequence[Spec] = ()
@@ -83,11 +83,11 @@ Config = Mapping[str, Any]
 
 
 class ScheduleRow(NamedTuple):
-    """A schedule class of Keras."""
+    """Schedule class of Keras."""
 
     read: Callable[[Config], Rate]
     write: Mapping[str, Callable[[float, Config], Config | None]]
-    """Schedules of a recipe -> the class's settings for a rate and options; None where it computes another rate."""
+    """Schedules of a recipe -> settings for a rate and options; None if the rates differ."""
 
 
 def _read_exponential(config: Config) -> Rate:
@@ -102,7 +102,7 @@ def _stairs(lr: float, size: float, gamma: float) -> Config:
 
 
 def _read_piecewise(config: Config) -> Rate:
-    """A boundary still has the value before it. Parts of one value are lines that neither rise nor fall."""
+    """Read a piecewise constant schedule, whose boundaries have the value before them."""
     boundaries, values = [b + 1 for b in config["boundaries"]], [float(v) for v in config["values"]]
     factors = [after / before if before else math.nan for before, after in pairwise(values)]
     if factors and all(math.isclose(factor, factors[0], rel_tol=1e-9) for factor in factors):
@@ -110,7 +110,7 @@ def _read_piecewise(config: Config) -> Rate:
     lr = max(values)
     parts = [{"steps": 1, "start_factor": value / lr, "end_factor": value / lr} for value in values]
     ends = [{"until": boundary} for boundary in boundaries]
-    return Rate(lr, [Spec("linear", {**part, **end}) for part, end in zip(parts, [*ends, {}], strict=True)])
+    return Rate(lr, [Spec("linear", {**options, **end}) for options, end in zip(parts, [*ends, {}], strict=True)])
 
 
 def _write_piecewise(lr: float, n: Config) -> Config:
@@ -177,22 +177,24 @@ SCHEDULES = {
     "CosineDecay": ScheduleRow(_read_cosine, {"cosine": _write_cosine}),
     "CosineDecayRestarts": ScheduleRow(_read_restarts, {}),
 }
-"""By the names of Keras's classes. Both sides count updates from 0."""
+"""Class -> row. Both sides count updates from 0."""
 
 
 def write_schedule(lr: float, schedule: Sequence[Spec]) -> float | tuple[str, Config] | None:
-    """Return a rate, or a class and its settings; None where Keras has no class that computes the same rates."""
+    """Return a rate, or a class and its settings; None if no class has the same rates."""
     if not schedule:
         return lr
     name, options = schedule[0].name, dict(schedule[0].options)
     if len(schedule) > 1 or (options.get("warmup") and name != "cosine"):
         return None
     every = options.pop("every", 1)
-    if every != 1:  # it counts epochs, say, and Keras counts updates
+    if every != 1:  # Keras counts updates, the schedule larger steps
         stairs = {"exponential": 1, "step": options.get("size")}.get(name)
         return ("ExponentialDecay", _stairs(lr, stairs * every, options["gamma"])) if stairs else None
     if name == "constant":
         return lr
-    kind, write = next(((kind, row.write[name]) for kind, row in SCHEDULES.items() if name in row.write), ("", None))
+    class_name, write = next(
+        ((class_name, row.write[name]) for class_name, row in SCHEDULES.items() if name in row.write), ("", None)
+    )
     config = None if write is None else write(lr, options)
-    return None if config is None else (kind, config)
+    return None if config is None else (class_name, config)

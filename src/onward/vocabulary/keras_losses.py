@@ -1,7 +1,7 @@
-"""Losses of Keras by the names of its functions and classes, as those of a recipe, both ways.
+"""Losses of Keras as those of a recipe, both ways.
 
-Where a recipe has none that is the same, a formula computes it, of predictions and targets, not yet reduced. What a
-formula asks for by keyword are settings of the loss, as numbers: 0 for what is not so.
+A formula computes a loss that no recipe has, from predictions and targets and before reduction. Its
+keyword arguments are settings of the loss as numbers, with 0 for False.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _log_cosh(op: Builder, p: Expr, t: Expr) -> Expr:
 
 
 def _hinge(op: Builder, p: Expr, t: Expr) -> Expr:
-    """Targets that are all 0 or 1 mean -1 and 1."""
+    """Return the hinge loss. Targets that are all 0 or 1 stand for -1 and 1."""
     other = op.Not(op.Or(op.Equal(t, 0.0), op.Equal(t, 1.0)))
     binary = op.Equal(op.ReduceSum(op.Cast(other, to=ir.DataType.INT64), keepdims=0), 0)
     return op.Relu(1.0 - op.Where(binary, t * 2.0 - 1.0, t) * p)
@@ -81,7 +81,7 @@ def _categorical(op: Builder, p: Expr, t: Expr, *, eps: float, label_smoothing: 
 
 
 def _sparse(op: Builder, p: Expr, labels: Expr, *, eps: float, clips_first: float) -> Expr:
-    """On TensorFlow Keras clips, and then divides by the sum; on others it is the other way round."""
+    """Return the cross entropy. TensorFlow clips before dividing by the sum, others after it."""
     if clips_first:
         logs = op.LogSoftmax(op.Log(op.Clip(p, eps, 1.0 - eps)), axis=-1)
     else:
@@ -137,8 +137,8 @@ def _categorical_focal(
 
 
 def _tversky(op: Builder, p: Expr, t: Expr, *, eps: float, alpha: float, beta: float) -> Expr:
-    """1 - common / (common + missed + invented), over all elements of the batch."""
-    common, only_t, only_p = (op.ReduceSum(part, keepdims=0) for part in (t * p, (1.0 - p) * t, p * (1.0 - t)))
+    """Return 1 - common / (common + missed + invented) over the batch."""
+    common, only_t, only_p = (op.ReduceSum(product, keepdims=0) for product in (t * p, (1.0 - p) * t, p * (1.0 - t)))
     return 1.0 - common / (common + only_t * alpha + only_p * beta + eps)
 
 
@@ -148,12 +148,12 @@ def _dice(op: Builder, p: Expr, t: Expr, *, eps: float) -> Expr:
 
 
 def _generalized_cross_entropy(op: Builder, p: Expr, labels: Expr, *, q: float) -> Expr:
-    """(1 - p^q) / q of the probability of the right class."""
+    """Return (1 - p^q) / q of the probability of the right class."""
     return (1.0 - _of_right_class(op, p, labels) ** q) / q
 
 
 def as_function(name: str, formula: Formula, target: ir.Value, *, opset: int, reduction: str, scale: float) -> Any:
-    """A function of the prediction and of a target that is called as `target` is."""
+    """Return a function of the prediction and of a target with the name of `target`."""
 
     def body(op: Builder, prediction: Expr, target: Expr) -> Expr:
         loss = reduce_loss(op, formula(op, prediction, target), reduction)
@@ -161,18 +161,18 @@ def as_function(name: str, formula: Formula, target: ir.Value, *, opset: int, re
 
     body.__doc__ = f"loss = the {reduction} of `keras.losses.{name}`, times {scale:g}."
     functions: dict[ir.OperatorIdentifier, ir.Function] = {}
-    camel = "".join(part.capitalize() for part in name.split("_"))
+    camel = "".join(word.capitalize() for word in name.split("_"))
     Function(body, ["loss"], f"Keras{camel}_{target.name}").define(functions, opset)
-    (made,) = functions.values()
-    made.inputs[1].name, made.inputs[1].type, made.inputs[1].shape = target.name, target.type, target.shape
-    return made
+    (function,) = functions.values()
+    function.inputs[1].name, function.inputs[1].type, function.inputs[1].shape = target.name, target.type, target.shape
+    return function
 
 
 Options = Mapping[str, Any]
 
 
 class Prediction(NamedTuple):
-    """What is known of the tensor that a loss is computed of."""
+    """Facts about the prediction of a loss."""
 
     rank: int | None
     is_logits: bool
@@ -194,25 +194,25 @@ class LossRow:
     name: str
     """The name of the function."""
     draws: str
-    """Which targets it takes: "real", "positive", "binary", "one_hot" or "labels"."""
+    """Kind of its targets: "real", "positive", "binary", "one_hot" or "labels"."""
     class_name: str = ""
     aliases: tuple[str, ...] = ()
     read: Read = lambda options, prediction: None
     write: Mapping[str, Write] = dataclasses.field(default_factory=dict)
-    """By the names of a recipe's losses."""
+    """Losses of a recipe -> settings of the class."""
     formula: Formula | None = None
     by_element: bool = True
-    """True for a number for each element, of which Keras takes the mean along the last axis first."""
+    """True for a value per element, of which Keras first takes the mean along the last axis."""
     takes_logits: bool = False
-    """True if Keras looks behind a softmax or a sigmoid."""
+    """True if Keras uses the logits before a softmax or sigmoid."""
     of_batch: bool = False
-    """True for a loss of all elements of a batch together, which takes no axis."""
+    """True for a loss over the whole batch, without an axis."""
     of_any_output: bool = False
-    """True if a recipe's loss is the same whatever the output is."""
+    """True if the loss of a recipe does not depend on the output."""
 
 
 def _checked_axis(name: str, options: Options, prediction: Prediction) -> dict[str, int]:
-    """Return the option `axis` of a recipe's loss; raise `Refused` for another axis than the last."""
+    """Return the option `axis`; raise `Refused` for another axis than the last."""
     if prediction.rank is not None and options.get("axis", -1) not in (-1, prediction.rank - 1):
         raise Refused(f"loss {name} has another `axis` than the last")
     return {} if prediction.rank in (2, None) else {"axis": -1}
@@ -272,7 +272,7 @@ def _write_bce(options: Options, prediction: Prediction) -> dict[str, Any] | Non
 
 
 def _formula_row(name: str, draws: str, formula: Formula, *, by_element: bool = True, **columns: Any) -> LossRow:
-    """A loss that no recipe has."""
+    """Return a row for a loss that no recipe has."""
 
     def read(options: Options, prediction: Prediction) -> None:
         if not columns.get("of_batch"):
@@ -288,7 +288,7 @@ def _no_settings(options: Options, prediction: Prediction) -> dict[str, Any]:
 
 
 def _plain_row(name: str, class_name: str, alias: str, *losses: str) -> LossRow:
-    """A loss without settings. The first of a recipe's `losses` is what it is read as."""
+    """Return a row for a loss without settings, which is read as the first of `losses`."""
     read, write = lambda options, _: {"name": losses[0]}, dict.fromkeys(losses, _no_settings)
     return LossRow(name, "real", class_name, (alias,), read, write, of_any_output=True)
 
@@ -336,11 +336,11 @@ _ROWS = (
     _formula_row("categorical_generalized_cross_entropy", "labels", _generalized_cross_entropy, by_element=False),
 )  # fmt: skip
 LOSSES = {row.name: row for row in _ROWS}
-"""By the names of Keras's functions."""
+"""Function of Keras -> row."""
 
 
 def read_named_loss(name: str, config: Options) -> Any:
-    """Return the loss of a recipe for a name and settings; None where that depends on the output."""
+    """Return the loss of a recipe for a name and settings; None if it depends on the output."""
     row = next((row for row in _ROWS if name.lower() in (row.name, *row.aliases)), None)
     if row is None or not row.of_any_output or (row.name == "huber" and not isinstance(config.get("delta"), float)):
         return None
@@ -354,7 +354,7 @@ def read_named_loss(name: str, config: Options) -> Any:
 
 
 def write_loss(name: str, options: Options, prediction: Prediction) -> tuple[str, dict[str, Any]] | None:
-    """Return a class of Keras and its settings for a loss of a recipe; None where none computes the same."""
+    """Return a class of Keras and its settings for a loss of a recipe, or None."""
     for row in _ROWS:
         settings = row.write[name](options, prediction) if name in row.write else None
         if settings is not None:

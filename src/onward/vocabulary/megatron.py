@@ -1,4 +1,4 @@
-"""The scheduler of Megatron in words of a recipe. It counts samples, and its state has all of its numbers."""
+"""Scheduler of Megatron in words of a recipe. It counts samples, and its state has all numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBERS = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "num_steps"
 
 
 def schedule_words(state: Mapping[str, Any], first_rate: float, updates: int | None) -> tuple[Spec, ...] | None:
-    """Return the schedules that a state stands for, by updates; None if there are no words for it.
+    """Return the schedules of a state, by updates; None without words for it.
 
     Args:
         state: the state of the scheduler

@@ -15,13 +15,13 @@ from onward.vocabulary.optimizers import OPTAX_ROWS
 from onward.vocabulary.rows import OptaxCall, OptaxRow
 
 SETTINGS = {"learning_rate": "lr", "b1": "beta1", "b2": "beta2", "decay": "alpha", "weight_decay_rate": "weight_decay"}
-"""Arguments of optax's optimizers that a recipe calls otherwise."""
+"""Arguments of optax's optimizers -> names in a recipe."""
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 
 def row_of(transformation: str, arguments: Mapping[str, Any]) -> OptaxRow:
-    """Return the first row with a transformation of these arguments, some of which may be flags as numbers."""
+    """Return the first row with a transformation of these arguments. Flags may be numbers."""
     return next(
         row
         for row in OPTAX_ROWS
@@ -32,7 +32,7 @@ def row_of(transformation: str, arguments: Mapping[str, Any]) -> OptaxRow:
 
 
 def reduced_axis(slot: str, shape: tuple[int, ...]) -> int:
-    """Return the axis that a slot of Adafactor lacks; beyond the last for the one that lacks none."""
+    """Return the axis that a slot of Adafactor lacks; one past the last axis for `variance`."""
     if slot == "variance":
         return len(shape)
     return int(np.argsort(shape)[-1 if slot == "row_var" else -2])
@@ -40,8 +40,10 @@ def reduced_axis(slot: str, shape: tuple[int, ...]) -> int:
 
 # ---- schedules -------------------------------------------------------------------------------------------------------
 #
-# A recipe has one base rate, and schedules relative to it that follow one another. Lines can start and end anywhere;
-# curves begin at the base rate. So a schedule of optax is first taken apart into lines and curves with their rates, and
+# A recipe has one base rate, and schedules relative to it that follow one another. Lines can start
+# and end anywhere;
+# curves begin at the base rate. So a schedule of optax is first taken apart into lines and curves
+# with their rates, and
 # can be said in a recipe if all its curves begin at the same rate.
 
 
@@ -61,11 +63,10 @@ class RateCurve(NamedTuple):
 
 
 Pieces = list[tuple[RateLine | RateCurve, float]]
-"""Schedules that follow one another, and the update before which each ends, counted from the first. The last has no
-end."""
+"""Schedules in sequence with the update before which each ends; the last has no end."""
 
 Free = Mapping[str, Any]
-"""The arguments that the maker of a schedule was called with, as the function that it made has them."""
+"""Arguments of the maker of a schedule, in the closure of its function."""
 
 
 def words_of_pieces(pieces: Pieces) -> tuple[float, list[Spec]]:
@@ -101,14 +102,14 @@ def scale_rates(spec: Spec, factor: float) -> Spec:
 
 
 def clip_pieces(pieces: Pieces, length: float) -> Pieces:
-    """Return the pieces that are within so many updates."""
-    kept: Pieces = []
+    """Return the pieces within `length` updates."""
+    clipped: Pieces = []
     start = 0.0
     for piece, end in pieces:
         if start < min(end, length):
-            kept.append((piece, min(end, length)))
+            clipped.append((piece, min(end, length)))
             start = min(end, length)
-    return kept
+    return clipped
 
 
 def _constant(free: Free) -> Pieces:
@@ -244,13 +245,13 @@ def _cosine_call(lr: float, n: Numbers) -> OptaxCall | None:
 
 
 def _one_cycle_call(lr: float, n: Numbers) -> OptaxCall | None:
-    """optax has its peaks at whole updates."""
+    """Return the schedule of optax, whose peaks are at whole updates, or None."""
     peak, last, rise = n["pct_start"] * n["steps"] - 1, n["steps"] - 1, n["div_factor"]
     if n["three_phase"] or abs(peak - round(peak)) > 1e-9 or not 0 < round(peak) < last or last != int(last):
         return None
     scales = {round(peak): rise, int(last): 1 / (rise * n["final_div_factor"])}
-    kind = "cosine" if n["anneal"] == "cos" else "linear"
-    arguments = {"interpolate_type": kind, "init_value": lr / rise, "boundaries_and_scales": scales}
+    interpolation = "cosine" if n["anneal"] == "cos" else "linear"
+    arguments = {"interpolate_type": interpolation, "init_value": lr / rise, "boundaries_and_scales": scales}
     return "piecewise_interpolate_schedule", arguments
 
 
@@ -270,4 +271,4 @@ SCHEDULE_CALLS: dict[str, Callable[[float, Numbers], OptaxCall | None]] = {
     "one_cycle": _one_cycle_call,
     "warmup": lambda lr, n: line_call(lr * n["start_factor"], lr, n["steps"]),
 }
-"""Schedules of a recipe, of a base rate and with all numbers and choices -> those of optax that compute the same."""
+"""Schedules of a recipe -> the schedule of optax for a base rate and all options, or None."""

@@ -1,4 +1,5 @@
-"""The optimizers of a recipe as classes of PyTorch, Keras and optax, by name, without importing them.
+"""The optimizers of a recipe as classes of PyTorch, Keras and optax, by name, without importing
+them.
 
 One row per class and condition, read in both directions. A row applies where `fits` says so.
 """
@@ -18,10 +19,10 @@ _PARTS = {"betas": ("beta1", "beta2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c
 
 
 def _settings(names: str) -> dict[str, str]:
-    """Return recipe's names -> PyTorch's. A tuple of PyTorch's is several settings of a recipe: `eps=eps1,eps2`."""
+    """Return settings -> names in PyTorch. `eps=eps1,eps2` is a tuple in PyTorch."""
     pairs = [name.partition("=") for name in names.split()]
     parts = {theirs: tuple(ours.split(",")) if ours else _PARTS.get(theirs, (theirs,)) for theirs, _, ours in pairs}
-    return {each: theirs for theirs, ours in parts.items() for each in ours}
+    return {part: theirs for theirs, ours in parts.items() for part in ours}
 
 
 def _torch(path: str, optimizers: str, variants: str, settings: str, slots: str, **columns: Any) -> TorchOptimizer:
@@ -258,7 +259,7 @@ _RATE, _DECAY = _stage("scale_by_learning_rate"), "add_decayed_weights"
 
 
 def _with_decay(*direction: ChainStage, momentum: ChainStage | None = None) -> Chain:
-    """A direction with weight decay in the gradient or beside it, the rate, and momentum that has the rate in it."""
+    """Return a chain with weight decay before or after a direction, the rate, and momentum."""
     before = _stage(_DECAY, when=lambda s: bool(s.weight_decay) and not s.decoupled)
     after = _stage(_DECAY, when=lambda s: bool(s.weight_decay) and s.decoupled)
     return (before, *direction, after, _RATE, *([momentum] if momentum else []))
@@ -283,7 +284,7 @@ def _optax(
 
 
 def _rmsprop(scale: str, is_centered: bool) -> list[OptaxRow]:
-    """PyTorch has epsilon outside of the root and momentum before the rate; optax and Keras the other way around."""
+    """Return rows of RMSprop. PyTorch adds epsilon and applies momentum in another order."""
     here = Condition(f"centered={is_centered}".lower(), lambda s: s["centered"] is is_centered)
     one_decay = Condition(
         f"{here.words}, for Keras without momentum or without weight decay",
@@ -341,4 +342,4 @@ OPTAX_ROWS = [
     _optax("lamb", "lamb", "optax", _LAMB),
     _optax("lamb", "lamb", "keras", _LAMB, _NO_DECAY),
 ]  # fmt: skip
-"""The first row that fits an optimizer of a recipe is the one to write; a transformation is read as the first row."""
+"""The first row that fits is written; a transformation is read as the first row."""

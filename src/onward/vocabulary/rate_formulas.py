@@ -1,4 +1,4 @@
-"""Learning rates as formulas: what `torch.optim.lr_scheduler.LambdaLR` needs where PyTorch has no such scheduler."""
+"""Learning rates as formulas, for LambdaLR where PyTorch has no such scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ FOREVER = math.inf
 class Factor:
     """What a base rate is multiplied with at each step, by schedules that follow one another.
 
-    A schedule is a dict: its `name`, its numbers and choices, and but for the last one the step `until` which it lasts.
+    A schedule is a dict: its `name`, its numbers and choices, and but for the last one the step
+    `until` which it lasts.
     """
 
     def __init__(self, base: float, schedules: list[dict[str, Any]]) -> None:
@@ -140,7 +141,7 @@ RATES: dict[str, Callable[..., float]] = {
 
 
 def complete(pieces: Sequence[tuple[Spec, float]]) -> list[dict[str, Any]]:
-    """Schedules as `Factor` takes them, with all their numbers and choices."""
+    """Return schedules with all their numbers and choices, as `Factor` takes them."""
     completed: list[dict[str, Any]] = []
     for spec, until in pieces:
         numbers, choices = known_schedule(spec.name).resolve(spec.options)
@@ -150,7 +151,7 @@ def complete(pieces: Sequence[tuple[Spec, float]]) -> list[dict[str, Any]]:
 
 
 def in_words(pieces: Pieces, every: int = 1) -> list[Spec]:
-    """Schedules as a recipe has them, by updates, of which `every` make a step; none where the rate stays as it is."""
+    """Return schedules of a recipe by updates, `every` per step; empty for a constant rate."""
     unit = {} if every == 1 else {"every": every}
     ends = [{} if until == FOREVER else {"until": until * every} for _, until in pieces]
     if [spec for spec, _ in pieces] == [Spec("constant")]:

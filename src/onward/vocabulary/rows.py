@@ -1,4 +1,4 @@
-"""What a row of `optimizers.py` says about an optimizer of PyTorch, Keras or optax."""
+"""Rows of `optimizers.py`: optimizers of PyTorch, Keras and optax."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class OptimizerRow:
     """A class of a framework and the optimizers of a recipe that it computes."""
 
     path: str
-    """Where the class is: "torch.optim.AdamW", "keras.optimizers.AdamW", "optax.adamw"."""
+    """Path of the class: "torch.optim.AdamW", "keras.optimizers.AdamW", "optax.adamw"."""
     optimizers: tuple[str, ...]
     """Names in a recipe. The class is read as the first."""
     variants: tuple[str, ...]
-    """Whose arithmetic it has: "torch", "keras", "optax", "transformers". The class is read as the first."""
+    """Frameworks with its arithmetic: "torch", "keras", "optax", "transformers"."""
     settings: Mapping[str, Any]
-    """Settings of the class: the recipe's names -> the framework's. Several of a recipe may be one tuple there."""
+    """Settings: names in a recipe -> names in the class, where several may form one tuple."""
     slots: Mapping[str, str]
-    """Slots of a recipe -> where the class keeps them."""
+    """Slots of a recipe -> their names in the class."""
     applies: Condition | None = None
 
     @property
     def name(self) -> str:
-        """The name of the class."""
+        """Return the name of the class."""
         return self.path.rpartition(".")[2]
 
     def fits(self, configured: ConfiguredOptimizer) -> bool:
@@ -63,13 +63,13 @@ class TorchOptimizer(OptimizerRow):
     """A class of torch.optim, or a class of Onward for an update that torch.optim does not have."""
 
     flags: tuple[str, ...] = ()
-    """Those of `FLAGS` that a group of the class has and a recipe does not."""
+    """Settings of `FLAGS` in a group of the class."""
     states: tuple[frozenset[str], ...] = ()
-    """Slots of a parameter, by which the class is recognized in a saved state. Empty if it is not."""
+    """Slots by which a saved state is recognized as of this class."""
     counts: bool = True
-    """True if the class keeps the number of updates in the slot `step`."""
+    """True if the class stores the number of updates in the slot `step`."""
     variant_by_decay: bool = False
-    """True if decoupled weight decay tells Keras's variant from optax's."""
+    """True if decoupled weight decay means the variant of Keras, else that of optax."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings of a printed class of Onward."""
     updates: Mapping[str, Update] = dataclasses.field(default_factory=dict)
@@ -107,8 +107,8 @@ class TorchOptimizer(OptimizerRow):
         options |= fixed
         if not options.get("momentum"):
             options.pop("dampening", None)  # PyTorch ignores it without momentum
-        kind = optimizer(name)
-        chosen = {key: options[key] for key in (*kind.hyper, *kind.choices) if options.get(key) is not None}
+        definition = optimizer(name)
+        chosen = {key: options[key] for key in (*definition.hyper, *definition.choices) if options.get(key) is not None}
         return Spec(name, {k: x if isinstance(x, bool | str | int) else float(number(x)) for k, x in chosen.items()})
 
     def settings_for(self, configured: ConfiguredOptimizer) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class TorchOptimizer(OptimizerRow):
         if not options.get("fused"):
             options.pop("fused", None)  # PyTorch chooses, and the numbers are the same
         return {
-            theirs: options[ours[0]] if len(ours) == 1 else tuple(options[each] for each in ours)
+            theirs: options[ours[0]] if len(ours) == 1 else tuple(options[name] for name in ours)
             for theirs, ours in self._names().items()
             if ours[0] in options
         }
@@ -134,39 +134,39 @@ class TorchOptimizer(OptimizerRow):
 # ---- Keras -----------------------------------------------------------------------------------------------------------
 
 ONLY_WITH = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
-"""Slot -> the setting of Keras without which a class does not keep it."""
+"""Slot -> the setting of Keras that it requires."""
 _WORDS = {"_m": "momentum", "_u": "norm", "_velocities": "velocity"}
-"""Names of variables that are not the singular of their attribute."""
+"""Attributes -> names of variables that are not their singular."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KerasRow(OptimizerRow):
-    """An optimizer class of Keras. A slot is an attribute with a list of one variable for each parameter."""
+    """Optimizer class of Keras. A slot is an attribute with a list of variables by parameter."""
 
     flags: tuple[str, ...] = ()
-    """Choices, which a recipe calls as Keras does."""
+    """Boolean settings, which have the same names in a recipe."""
     apart: tuple[str, ...] = ()
-    """Slots of which all variables are made before those of the next slot; others are made parameter by parameter."""
+    """Slots whose variables are created together, and not parameter by parameter."""
     shared: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Slots that Keras keeps once for all parameters -> attribute with the variable."""
+    """Slots that Keras stores once for all parameters -> attribute with the variable."""
 
     @functools.cached_property
     def words(self) -> dict[str, str]:
-        """Slot -> the word with which Keras ends the names of its variables."""
+        """Return slots -> the last word in the names of their variables."""
         return {slot: _WORDS.get(name, name.strip("_").removesuffix("s")) for slot, name in self.slots.items()}
 
     @functools.cached_property
     def attributes(self) -> set[str]:
-        """Attributes with slots."""
+        """Return the attributes with slots."""
         return {*self.slots.values(), *self.shared.values()}
 
     @functools.cached_property
     def always(self) -> set[str]:
-        """Slots that are kept whatever the settings are."""
+        """Return the slots that all settings have."""
         return self.slots.keys() - ONLY_WITH.keys()
 
-    def kept_slots(self, config: Mapping[str, Any]) -> list[str]:
-        """Return the slots that an optimizer with these settings keeps, in the order of making them."""
+    def slots_for(self, config: Mapping[str, Any]) -> list[str]:
+        """Return the slots for some settings, in the order of their creation."""
         return [slot for slot in self.slots if slot in self.always or config.get(ONLY_WITH[slot])]
 
     def read(self, config: Mapping[str, Any], lr: float) -> Spec:
@@ -180,12 +180,12 @@ class KerasRow(OptimizerRow):
         return Spec(name, {"lr": lr, **numbers, **flags, "variant": "keras", "weight_decay": decay})
 
     def write(self, configured: ConfiguredOptimizer) -> dict[str, Any]:
-        """Return the settings of the class, but for the learning rate and weight decay."""
+        """Return the settings of the class, without the learning rate and weight decay."""
         numbers = {theirs: configured.values[ours] for ours, theirs in self.settings.items()}
         return {**numbers, **{flag: bool(configured.options.get(flag, False)) for flag in self.flags}}
 
     def fits(self, configured: ConfiguredOptimizer) -> bool:
-        """True if the arithmetic of the class is the same function, and no number that Keras fixes is another."""
+        """True if the class has the same update and the same fixed numbers."""
         if configured.kind.name not in self.optimizers or configured.options["maximize"]:
             return False
         theirs = optimizer(self.optimizers[0])
@@ -209,16 +209,16 @@ def _update_name(configured: ConfiguredOptimizer) -> str:
 
 
 class TransformationRow(NamedTuple):
-    """A function of optax that makes a transformation of gradients."""
+    """Function of optax that makes a transformation of gradients."""
 
     settings: Mapping[str, str] = {}
-    """Argument -> setting of a recipe, "-" before it for its negative."""
+    """Argument -> setting of a recipe, with "-" before a negated one."""
     slots: Mapping[str, str] = {}
     """Field of its state -> slot."""
     counts: bool = False
     """True if its state counts updates."""
     fixed: Mapping[str, Any] = {}
-    """Arguments that no recipe can set -> the value that all recipes mean."""
+    """Arguments that no recipe can set -> their value in all recipes."""
 
 
 class ChainStage(NamedTuple):
@@ -227,9 +227,9 @@ class ChainStage(NamedTuple):
     name: str
     row: TransformationRow
     fixed: Mapping[str, Any] = {}
-    """Arguments that are the same for all settings."""
+    """Arguments that do not depend on settings."""
     when: Callable[[Settings], bool | None] = lambda s: True
-    """Returns False where the chain is without it, and None where `optax.identity` stands in its place."""
+    """Returns False if the chain lacks it, and None for `optax.identity` in its place."""
 
 
 Chain = tuple[ChainStage, ...]
@@ -239,17 +239,17 @@ OptaxCall = tuple[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class OptaxRow(OptimizerRow):
-    """An optimizer of optax as a chain of transformations, in the order in which `optax.<name>` has them."""
+    """Optimizer of optax as a chain of transformations, in the order of `optax.<name>`."""
 
     stages: Chain = ()
     difference: str = ""
-    """What optax computes in another way, with the same state. Empty: the numbers are the same."""
+    """Part that optax computes differently, with the same state; empty if the numbers are equal."""
 
     def fits(self, configured: ConfiguredOptimizer) -> bool:
         return not configured.options["maximize"] and super().fits(configured)
 
     def calls(self, configured: ConfiguredOptimizer, **replaced: Any) -> list[OptaxCall]:
-        """Return the chain for these settings, some of which may be replaced: the rate by a schedule."""
+        """Return the chain for these settings, some replaced, such as the rate by a schedule."""
         settings, calls = configured.settings, []
         settings.decoupled = configured.decouples
         values = {**vars(settings), **replaced}

@@ -1,4 +1,4 @@
-"""PyTorch's losses and saved optimizers in words of a recipe, by the names of classes, without PyTorch."""
+"""Losses and saved optimizers of PyTorch in words of a recipe, without PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onward.vocabulary.optimizers import TORCH_ROWS
 # ---- optimizers ------------------------------------------------------------------------------------------------------
 
 FLAGS = {"foreach": None, "differentiable": False, "capturable": False, "fused": None}
-"""Settings that change no number, and their defaults."""
+"""Settings without effect on numbers -> defaults."""
 REFUSED_OPTIMIZERS = {
     "LBFGS": (
         "LBFGS evaluates the model several times for each step",
@@ -23,7 +23,7 @@ REFUSED_OPTIMIZERS = {
         "use `onward.frameworks.torch.exact.Muon`, or another optimizer",
     ),
 }
-"""Classes of torch.optim: the problem, and the hint."""
+"""Class of torch.optim -> problem and hint."""
 
 # ---- saved optimizers ------------------------------------------------------------------------------------------------
 
@@ -32,15 +32,15 @@ FAMILIES: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"eta", "mu", "ax"}): ("asgd",),
     frozenset({"prev", "step_size"}): ("rprop",),
 }
-"""Optimizers by the slots of a parameter, but for `step`. Adam, AdamW and RAdam have the same slots."""
+"""Slots of a parameter without `step` -> optimizers. Adam, AdamW and RAdam have the same."""
 _ADAMS = {state for row in TORCH_ROWS if row.name == "Adam" for state in row.states}
 
 
 def families_of(states: Collection[frozenset[str]], settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the recipe's names of the optimizers that a saved state can be of.
+    """Return the possible optimizers of a saved state.
 
     Args:
-        states: the slots of each parameter, but for `step`
+        states: the slots of each parameter, without `step`
         settings: the settings of the first group
     """
     if set(states) <= {frozenset()}:
@@ -56,7 +56,7 @@ def families_of(states: Collection[frozenset[str]], settings: Mapping[str, Any])
 def _adams(settings: Mapping[str, Any]) -> tuple[str, ...]:
     if "momentum_decay" in settings:
         return ("nadam",)
-    if "decoupled_weight_decay" not in settings:  # of older versions
+    if "decoupled_weight_decay" not in settings:  # older versions of PyTorch
         return ("adam", "adamw", "radam")
     if "amsgrad" not in settings:
         return ("radam",)
@@ -76,7 +76,7 @@ def saved_words(family: str, settings: Mapping[str, Any], rate: float, number: C
 
 
 class LossRow(NamedTuple):
-    """A loss of a recipe, and its counterparts in PyTorch."""
+    """Loss of a recipe and its counterparts in PyTorch."""
 
     name: str
     module: str
@@ -105,4 +105,4 @@ LOSSES = [
     LossRow("binary_cross_entropy", "ClippedBCELoss"),
     LossRow("ctc", "CTC"),
 ]
-"""The first row of a name counts, unless its options ask for the other."""
+"""The first row of a name counts, unless options require another."""

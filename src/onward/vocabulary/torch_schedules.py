@@ -1,4 +1,4 @@
-"""PyTorch's schedulers in words of a recipe, by the names of classes and attributes. Nothing here needs PyTorch."""
+"""Schedulers of PyTorch in words of a recipe, without PyTorch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Attributes = Mapping[str, Any]
 
 
 class SchedulerRow(NamedTuple):
-    """A class of PyTorch, and the schedule that it computes."""
+    """Scheduler of PyTorch and the schedule that it computes."""
 
     arguments: tuple[str, ...]
-    """Of the class; its attributes have the same names."""
+    """Arguments of the class, which are also its attributes."""
     read: Callable[[Attributes], Pieces]
     name: str
     write: Callable[[Mapping[str, Any]], tuple[Any, ...] | None]
-    """The arguments, from the numbers of the schedule; None where the class does not take them."""
+    """Returns the arguments for the numbers of a schedule; None for other schedules."""
 
 
 def _one(name: str, **options: Any) -> Pieces:
@@ -28,7 +28,7 @@ def _one(name: str, **options: Any) -> Pieces:
 
 
 def _constant(s: Attributes) -> Pieces:
-    """A part of the rate for some steps, and then all of it."""
+    """Return a fraction of the rate for some steps, and then the rate."""
     if s["factor"] == 1 or s["total_iters"] < 1:
         return _one("constant")
     level = Spec("linear", {"steps": 1, "start_factor": s["factor"], "end_factor": s["factor"]})
@@ -71,7 +71,7 @@ SCHEDULERS = {
 
 
 def class_of(schedule: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """The class that computes a schedule, as `complete` gives it, and its arguments; None where there is none."""
+    """Return the class of a schedule from `complete` and its arguments, or None."""
     if schedule.get("warmup") or schedule.get("every", 1) != 1:
         return None
     numbers = {**schedule, "milestones": [*schedule.get("milestones", ())]}
@@ -82,14 +82,14 @@ def class_of(schedule: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     numbers["milestones"] = [*map(int, numbers["milestones"])]
     if schedule["name"] == "warmup":
         numbers |= {"name": "linear", "end_factor": 1.0}
-    for kind, row in SCHEDULERS.items():
+    for class_name, row in SCHEDULERS.items():
         if row.name == numbers["name"] and (values := row.write(numbers)) is not None:
-            return kind, dict(zip(row.arguments, values, strict=True))
+            return class_name, dict(zip(row.arguments, values, strict=True))
     return None
 
 
 def one_cycle_arguments(numbers: Mapping[str, Any], position: int) -> dict[str, Any] | None:
-    """Return the arguments of OneCycleLR for its schedule, as `complete` gives it; None if they are not the same."""
+    """Return the arguments of OneCycleLR for a schedule from `complete`, or None."""
     if position >= numbers["steps"] or not is_whole(numbers["steps"]):
         return None  # OneCycleLR raises after its last step
     if numbers.get("warmup") or numbers.get("every", 1) != 1:
@@ -108,7 +108,7 @@ def is_whole(number: float) -> bool:
 
 
 def one_cycle(s: Attributes, group: Attributes) -> Pieces:
-    """What OneCycleLR computes, whose rates are in the groups of its optimizer."""
+    """Return the schedule of OneCycleLR, whose rates are in the groups of its optimizer."""
     options = {
         "steps": s["total_steps"],
         "pct_start": (s["_schedule_phases"][0]["end_step"] + 1) / s["total_steps"],
@@ -121,19 +121,19 @@ def one_cycle(s: Attributes, group: Attributes) -> Pieces:
 
 
 def in_sequence(parts: Sequence[Pieces], milestones: Sequence[int]) -> Pieces:
-    """What SequentialLR computes: each part counts from the milestone at which it begins."""
-    found: Pieces = []
+    """Return the schedules of SequentialLR: each part starts at a milestone."""
+    sequence: Pieces = []
     for pieces, start, end in zip(parts, [0, *milestones], [*milestones, FOREVER], strict=True):
         for spec, until in pieces:
             if start < end:
-                found.append((spec, min(start + until, end)))
+                sequence.append((spec, min(start + until, end)))
             if start + until >= end:
                 break
-    return found
+    return sequence
 
 
 def restart_position(period: int, mult: int, position: int) -> dict[str, int]:
-    """Where CosineAnnealingWarmRestarts is after so many steps."""
+    """Return the attributes of CosineAnnealingWarmRestarts after `position` steps."""
     while position >= period and mult > 1:
         position, period = position - period, period * mult
     return {"T_cur": position % period, "T_i": period}
@@ -141,13 +141,13 @@ def restart_position(period: int, mult: int, position: int) -> dict[str, int]:
 
 REFUSED_SCHEDULERS = {
     "ReduceLROnPlateau": (
-        "what it does depends on a measure that a training model does not see",
+        "it depends on a metric that a training model does not compute",
         "set the rate between runs, or use another scheduler",
     ),
-    "CyclicLR": ("a training model has no such cycles", "use CosineAnnealingWarmRestarts or OneCycleLR"),
-    "MultiplicativeLR": ("its function is not known", "use StepLR, MultiStepLR or ExponentialLR"),
+    "CyclicLR": ("training models have no such cycles", "use CosineAnnealingWarmRestarts or OneCycleLR"),
+    "MultiplicativeLR": ("its function is unknown", "use StepLR, MultiStepLR or ExponentialLR"),
 }
-"""Classes of torch.optim.lr_scheduler: the problem, and the hint."""
+"""Class of torch.optim.lr_scheduler -> problem and hint."""
 
 
 _COMMON = frozenset({
@@ -159,7 +159,7 @@ _NEMO = {"max_steps", "warmup_steps", "constant_steps", "decay_steps", "min_lr"}
 
 
 def read_saved(state: Attributes, group: Attributes) -> Pieces | None:
-    """Return the schedules of a saved state, whose attributes tell its class; None if there are no words for it.
+    """Return the schedules of a saved state, whose attributes tell its class, or None.
 
     Args:
         state: the state of the scheduler
@@ -170,9 +170,9 @@ def read_saved(state: Attributes, group: Attributes) -> Pieces | None:
         milestones, inner = state["_milestones"], state["_schedulers"]
         if not isinstance(milestones, list) or not isinstance(inner, list) or len(inner) != len(milestones) + 1:
             return None
-        parts = [read_saved(each, {}) if isinstance(each, Mapping) else None for each in inner]
-        known = [part for part in parts if part is not None]
-        return in_sequence(known, milestones) if len(known) == len(parts) else None
+        parts = [read_saved(item, {}) if isinstance(item, Mapping) else None for item in inner]
+        known_parts = [pieces for pieces in parts if pieces is not None]
+        return in_sequence(known_parts, milestones) if len(known_parts) == len(parts) else None
     if own == _ONE_CYCLE:
         numbers = [state["total_steps"], *(group.get(key) for key in ("max_lr", "initial_lr", "min_lr"))]
         is_known = all(isinstance(number, int | float) and number > 0 for number in numbers)
@@ -184,7 +184,7 @@ def read_saved(state: Attributes, group: Attributes) -> Pieces | None:
 
 
 def _nemo_cosine(s: Attributes) -> Pieces | None:
-    """Return the schedules of NeMo's CosineAnnealing, whose first step has a rate already."""
+    """Return the schedules of NeMo's CosineAnnealing, whose warm-up starts above 0."""
     warmup, steps = s["warmup_steps"], s["max_steps"]
     if s["constant_steps"] or not (isinstance(warmup, int) and isinstance(steps, int) and 0 <= warmup < steps):
         return None

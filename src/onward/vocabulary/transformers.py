@@ -1,4 +1,4 @@
-"""The schedules of transformers in words of a recipe, by the names and the numbers of the functions that make them."""
+"""Schedules of transformers in words of a recipe, by the functions that make them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _warmup_stable_decay(
 
 
 def _level(factor: float) -> Spec:
-    """The same rate at all steps: a part of the base rate."""
+    """Return a constant fraction of the base rate."""
     return Spec("linear", {"steps": 1, "start_factor": factor, "end_factor": factor})
 
 

@@ -340,9 +340,9 @@ class Mine(s.StepLR):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda o: s.ReduceLROnPlateau(o), "depends on a measure"),
+        (lambda o: s.ReduceLROnPlateau(o), "depends on a metric"),
         (lambda o: s.CyclicLR(o, 0.1, 0.2, cycle_momentum=False), "no such cycles"),
-        (lambda o: s.MultiplicativeLR(o, lambda t: 0.9), "function is not known"),
+        (lambda o: s.MultiplicativeLR(o, lambda t: 0.9), "function is unknown"),
         (lambda o: s.LambdaLR(o, lambda t: 0.9**t), "function is unknown"),
         (lambda o: s.LambdaLR(o, [lambda t: 0.9**t, lambda t: 0.8**t]), "different functions"),
         (lambda o: Mine(o, 3), "the class `Mine` is unknown"),

@@ -69,7 +69,7 @@ class Settings(NamedTuple):
         roles = [Role(ITERATIONS), *([Role(RATE)] if self.is_constant else [])]
         roles += [Role(AVERAGE, at) for at in indices if self.config.get("use_ema")]
         roles += [Role(GATHERED, at) for at in indices if self.accumulate > 1]
-        slots = self.row.kept_slots(self.config)
+        slots = self.row.slots_for(self.config)
         roles += [Role(slot, at) for at in indices for slot in slots if slot not in self.row.apart]
         roles += [Role(slot, at) for slot in slots if slot in self.row.apart for at in indices]
         return roles + [Role(slot) for slot in self.row.shared if parameters]
