@@ -1,7 +1,6 @@
-"""What programs are made of beside a graph: copied into them, definition by definition, where they
-mention it.
+"""Definitions that written programs copy, besides the graph, if they mention them.
 
-So nothing here may need more than JAX, optax and numpy.
+Nothing here may need more than JAX, optax and numpy.
 """
 
 from __future__ import annotations
@@ -21,20 +20,16 @@ import optax
 from onward.engines.jax.elementwise import convert
 from onward.engines.jax.types import concrete_array
 
-# ---- arithmetic ------------------------------------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def exact():
-    """Numbers of 64 bits where they are asked for, and products of matrices in all their bits."""
+    """Allow 64-bit numbers, and compute matmuls in full precision."""
     with jax.enable_x64(True), jax.default_matmul_precision("highest"):
         yield
 
 
 def at_once(function, *inputs, **attributes):
-    """What follows from shapes alone is known while the rest is traced: arrays of numpy give arrays
-    of numpy.
-    """
+    """Compute numpy results from numpy arguments during tracing, as for shapes."""
     if not all(isinstance(x, np.ndarray | np.generic) for x in inputs if x is not None):
         return function(*inputs, **attributes)
     with jax.ensure_compile_time_eval():
@@ -43,7 +38,7 @@ def at_once(function, *inputs, **attributes):
 
 
 def several(results):
-    """Some operators return one result or several, by what they are told."""
+    """Return a tuple of the results of operators that return one or several."""
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -56,11 +51,11 @@ def cast(x, *, to, saturate=True, round_mode="up"):
 
 
 def check_growth(rows):
-    """Let a Loop collect what it will: how much memory there is, a program does not ask."""
+    """Let a Loop collect any size: a program does not check the memory."""
 
 
 class Values:
-    """What control flow has to know about arrays: where they are."""
+    """Arrays of control flow, in numpy or JAX."""
 
     operators: ClassVar = {
         "Unsqueeze": lambda x, axes: jnp.expand_dims(x, tuple(axes.tolist())),
@@ -76,17 +71,14 @@ class Values:
         return jnp.asarray(value) if isinstance(value, np.ndarray) else value
 
 
-# ---- state in files --------------------------------------------------------------------------------------------------
-
-TYPES = {
+TYPES = {  # names of dtypes in a safetensors file
     **{"bool": "BOOL", "bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"},
-    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{f"{name}{bits}": f"{name[0].upper()}{bits}" for name in ("int", "uint") for bits in (8, 16, 32, 64)},
 }
-"""Types, and how a safetensors file says them."""
 
 
 def read(path: str | Path) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, by name."""
+    """Return the arrays of a safetensors file by name."""
     data = Path(path).read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0]
     header, types = json.loads(data[8:start]), {code: jnp.dtype(name) for name, code in TYPES.items()}
@@ -100,7 +92,7 @@ def read(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def write(arrays: Mapping[str, Any], path: str | Path) -> None:
-    """Arrays by name as a safetensors file."""
+    """Write arrays by name to a safetensors file."""
     header, end = {}, 0
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
     for name, array in arrays.items():
@@ -115,74 +107,66 @@ def write(arrays: Mapping[str, Any], path: str | Path) -> None:
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by their place in it: `opt_state/0/mu/fc1.weight`."""
+    """Return the leaves of a tree by path: `opt_state/0/mu/fc1.weight`."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def fill_tree(tree: Any, arrays: Mapping[str, Any]) -> Any:
-    """The same tree with arrays in place of its leaves, by name."""
+    """Return the tree with arrays, by name, as leaves."""
     leaves = [jnp.asarray(arrays[name], leaf.dtype) for name, leaf in leaves_by_name(tree).items()]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-# ---- updates that optax does not have --------------------------------------------------------------------------------
-
-
 class ExactState(NamedTuple):
-    """Updates made, and by slot what is remembered of each parameter."""
+    """State of `transformation`."""
 
-    count: Any
-    slots: Any
+    count: Any  # of updates
+    slots: Any  # by slot and parameter
 
 
 def transformation(rules: Any, rate: Any) -> optax.GradientTransformation:
-    """An optimizer.
-
-    By parameter, `rules` are what it remembers at first, and the function that updates both.
-    """
+    """Return an optimizer with `rules`: initial slots and update function by parameter."""
 
     def init(params):
         first = {name: slots(params[name]) for name, (slots, _) in rules.items()}
-        slots = dict.fromkeys(slot for each in first.values() for slot in each)
-        kept = {slot: {name: each[slot] for name, each in first.items() if slot in each} for slot in slots}
-        return ExactState(jnp.zeros([], jnp.int32), kept)
+        names = dict.fromkeys(slot for slots in first.values() for slot in slots)
+        by_slot = {slot: {name: slots[slot] for name, slots in first.items() if slot in slots} for slot in names}
+        return ExactState(jnp.zeros([], jnp.int32), by_slot)
 
     def update(gradients, state, params=None):
         if params is None:
             raise ValueError(optax.NO_PARAMS_MSG)
-        changes, kept = dict(gradients), {slot: dict(values) for slot, values in state.slots.items()}
+        changes, slots = dict(gradients), {slot: dict(values) for slot, values in state.slots.items()}
         with exact():
             lr = jnp.asarray(rate(state.count) if callable(rate) else rate, np.float64)
             t = jnp.asarray(state.count + 1, np.int64)
             for name, (_, rule) in rules.items():
-                own = {slot: values[name] for slot, values in kept.items() if name in values}
+                own = {slot: values[name] for slot, values in slots.items() if name in values}
                 new, after = rule(params[name], gradients[name], lr=lr, t=t, **own)
                 changes[name] = new - params[name]
                 for slot, value in after.items():
-                    kept[slot][name] = value
-        return changes, ExactState(state.count + 1, kept)
+                    slots[slot][name] = value
+        return changes, ExactState(state.count + 1, slots)
 
     return optax.GradientTransformation(init, update)
 
 
 def exact_clip(kind, limit, variant):
-    """Clipping by the norm of all gradients (`norm`) or of each (`tensor_norm`); the `variant` is
-    PyTorch's or not.
-    """
+    """Clip by the norm of all gradients (`norm`) or of each (`tensor_norm`)."""
 
     def update(gradients, state, params=None):
         leaves, structure = jax.tree.flatten(gradients)
-        parts = [leaves] if kind == "norm" else [[leaf] for leaf in leaves]
+        groups = [leaves] if kind == "norm" else [[leaf] for leaf in leaves]
         with exact():
-            clipped = [leaf for part in parts for leaf in scale_to_norm(part, limit, variant)]
+            clipped = [leaf for group in groups for leaf in scale_to_norm(group, limit, variant)]
         return structure.unflatten(clipped), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def scale_to_norm(gradients, limit, variant):
-    """Gradients that are smaller if their norm is above a limit. PyTorch adds 1e-6 to the norm."""
+    """Scale gradients whose norm exceeds a limit. PyTorch adds 1e-6 to the norm."""
     wide = [g.astype(jnp.promote_types(g.dtype, np.float32)) for g in gradients]
     norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)).astype(np.float64) for g in wide))
     if variant == "torch":
@@ -193,16 +177,14 @@ def scale_to_norm(gradients, limit, variant):
 
 
 class ExecutedState(NamedTuple):
-    """Updates made, and what the function remembers, by name."""
+    """State of `joint`."""
 
-    count: Any
-    state: Any
+    count: Any  # of updates
+    state: Any  # by name
 
 
 def joint(names: Any, rule: Any, initial: Any, rate: Any) -> optax.GradientTransformation:
-    """An optimizer of these parameters at once: a function of all parameters, their gradients and
-    its state.
-    """
+    """Return an optimizer whose `rule` updates all parameters at once."""
 
     def init(params):
         return ExecutedState(jnp.zeros([], jnp.int32), initial())

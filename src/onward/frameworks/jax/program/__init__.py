@@ -1,4 +1,4 @@
-"""A run as a folder: a program for JAX, and its state. And back."""
+"""Runs as a folder with a JAX program and its state, and back."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from onward.run_state.problems import Problems
 
 
 def write(model: Model, path: Path) -> list[Path]:
-    """Write `run.py` and the arrays that it reads into a folder."""
+    """Write `run.py` and its arrays into a folder."""
     parts = TrainingParts(model)
     state, _ = parts.state()
     source, constants = write_program(parts, state["params"], model.graph.name or path.name)
-    with replacing(path) as folder, tempfile.TemporaryDirectory() as place:
+    with replacing(path) as folder, tempfile.TemporaryDirectory() as directory:
         (folder / "run.py").write_text(source, encoding="utf-8")
         write_arrays(leaves_by_name(state), folder / STATE)
         if constants:
             write_arrays(constants, folder / CONSTANTS)
-        if trial := step_trial(parts.model, parts.index):  # a process of its own makes steps
-            batch, results = trial.save(Path(place)), Path(place, "results.npz")
+        if trial := step_trial(parts.model, parts.index):  # compare steps in a separate process
+            batch, results = trial.save(Path(directory)), Path(directory, "results.npz")
             if try_out(trial_script.__file__, folder, batch, results):
                 with np.load(results) as arrays:
                     trial.compare(arrays["losses"], same_random_numbers=True)
@@ -42,7 +42,7 @@ def write(model: Model, path: Path) -> list[Path]:
 
 
 def restore(path: Path, like: Model) -> Model:
-    """The training model `like` with the state of a folder, of which nothing is executed."""
+    """Return the training model `like` with the state of a folder, which is not executed."""
     arrays = _arrays(path / STATE)
     parts = TrainingParts(like)
     state, tx = parts.state()
@@ -56,7 +56,6 @@ def restore(path: Path, like: Model) -> Model:
 
 
 def _arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a safetensors file, whoever wrote it."""
     try:
         regular(path)
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The rows of the engine's table as source; numbers, names and types as source."""
+"""Rows of the engine's table, numbers, names and types as source."""
 
 from __future__ import annotations
 
@@ -18,42 +18,39 @@ from onward.frameworks.program.source_bundle import SourceBundle, parse_module
 from onward.frameworks.program.source_text import Identifiers, quote
 
 _RUNTIME = "onward.frameworks.jax.runtime"
+# Definitions of the engine that need too much of Onward -> the modules that replace them in a program.
 INSTEAD = {
     "onward.engines.step_errors.check_growth": _RUNTIME,
     "onward.engines.jax.elementwise.cast": _RUNTIME,
     "onward.engines.shared.arrays.dtype_of": _RUNTIME,
     "onward.engines.shared.arrays.xp": f"{_RUNTIME}:jnp",
 }
-"""What of the engine needs more of us than a file should, and where it is written without that."""
 
 
 class OperatorSource(NamedTuple):
     module: str
-    value: ast.expr | str
-    """An expression, or the name of a function."""
+    value: ast.expr | str  # an expression, or the name of a function
 
     @property
     def library(self) -> str | None:
-        """The function of JAX that it is, if so; such take arrays of numpy, too."""
+        """Function of JAX, which also takes numpy arrays; None for another row."""
         return ast.unparse(self.value) if isinstance(self.value, ast.Attribute) else None
 
 
 @functools.cache
 def rows() -> dict[str, OperatorSource]:
-    """By operator: where its row is."""
-    found: dict[str, OperatorSource] = {}
+    """Return the source of each operator."""
+    sources: dict[str, OperatorSource] = {}
     for family in FAMILIES:
         for module in (f"onward.engines.jax.{family}", f"onward.engines.shared.{family}"):
             if importlib.util.find_spec(module) is not None:
                 for name, value in _rows_of(parse_module(module)):
-                    found.setdefault(name, OperatorSource(module, value))
-    return found
+                    sources.setdefault(name, OperatorSource(module, value))
+    return sources
 
 
 def _rows_of(tree: ast.Module) -> Iterator[tuple[str, ast.expr | str]]:
-    """`operators(Abs=jnp.abs)`, `operators.define("onward.Linear")(lambda ...)`, and functions
-    decorated so.
-    """
+    """Yield the rows of `operators(Abs=jnp.abs)` and `operators.define(...)`, with names."""
     for statement in tree.body:
         match statement:
             case ast.Expr(ast.Call(ast.Name("operators"), keywords=keywords)):
@@ -68,15 +65,12 @@ def _rows_of(tree: ast.Module) -> Iterator[tuple[str, ast.expr | str]]:
 
 
 def short(operator: str) -> str:
-    """What an operator is called in a program."""
+    """Return the name of an operator in a program."""
     return operator.rpartition(".")[2]
 
 
 def define(own: SourceBundle, operator: str, called: str) -> None:
-    """Have the row of an operator under a name.
-
-    Attributes that are as the standard has them need not be given.
-    """
+    """Define the row of an operator under a name. Attributes with default values are optional."""
     module, value = rows()[operator]
     if isinstance(value, str):
         own.define(module, value, called, defaults(operator))
@@ -86,24 +80,22 @@ def define(own: SourceBundle, operator: str, called: str) -> None:
 
 @functools.cache
 def defaults(operator: str) -> dict[str, str]:
-    """What attributes of an operator are unless they are given, as source; of rows that name their
-    attributes.
-    """
+    """Return the default values of the attributes of an operator that its row names, as source."""
     asked = _keywords(rows()[operator])
     if "." in operator or not defs.has(operator):
         return {}
-    found = {name: x.default_value for name, x in defs.get_schema(operator).attributes.items() if name in asked}
-    known = {name: helper.get_attribute_value(value) for name, value in found.items() if value.type}
-    return {name: attribute(name, x.decode() if isinstance(x, bytes) else x) for name, x in known.items()}
+    attributes = {name: x.default_value for name, x in defs.get_schema(operator).attributes.items() if name in asked}
+    values = {name: helper.get_attribute_value(value) for name, value in attributes.items() if value.type}
+    return {name: attribute(name, x.decode() if isinstance(x, bytes) else x) for name, x in values.items()}
 
 
 def is_optional(operator: str, name: str) -> bool:
-    """Whether an attribute need not be given."""
+    """True if an attribute may be left out."""
     return _keywords(rows()[operator]).get(name) == "None"
 
 
 def _keywords(row: OperatorSource) -> dict[str, str | None]:
-    """Attributes that a row asks for, with its own defaults."""
+    """Return the attributes that a row takes, with its own defaults."""
     node: Any = row.value
     if isinstance(node, str):
         tree = parse_module(row.module)
@@ -114,37 +106,32 @@ def _keywords(row: OperatorSource) -> dict[str, str | None]:
     return {argument.arg: None if default is None else ast.unparse(default) for argument, default in pairs}
 
 
-# ---- numbers and names -----------------------------------------------------------------------------------------------
-
+# Names that functions of a program mention, besides their own variables.
 MENTIONED = (
     "np", "jnp", "jax", "lax", "params", "state", "batch", "inputs", "gradients", "lr", "t", "constants", "at_once",
     "several", "concrete_array", "exact", "metrics", "changed", "count", "exact_clip", "transformation", "joint", "i",
     "statistics", "random",
 )  # fmt: skip
-"""What a function mentions beside its own variables."""
-
-_FEW = 8
-"""Up to so many numbers are written out."""
+_FEW = 8  # arrays with at most this many numbers are written out
 
 
 def identifier(name: str) -> str:
-    """A name of the graph as one of Python."""
     return source_text.identifier(name.lower())  # operators are written with capitals
 
 
 def variables(names: Iterable[str]) -> dict[str, str]:
-    """A variable for each name of a graph."""
+    """Return a variable for each name of a graph."""
     taken = Identifiers(MENTIONED)
     return {name: taken.fresh(identifier(name)) for name in names}
 
 
 def pairs(values: Mapping[str, str]) -> str:
-    """The inside of a dictionary."""
+    """Return the inside of a dictionary."""
     return ", ".join(f"{quote(name)}: {text}" for name, text in values.items())
 
 
 def literal(array: np.ndarray) -> str | None:
-    """Few numbers as they are written."""
+    """Return the source of a small or constant array; None for others."""
     dtype = _numpy_type(array.dtype)
     if dtype is None:
         return None
@@ -162,26 +149,22 @@ def write_literal(value: Any) -> str:
     return source_text.literal(value, "np")
 
 
-# ---- types -----------------------------------------------------------------------------------------------------------
-
-_NAME_A_TYPE = ("to", "dtype", "stash_type", "softmax_precision", "output_dtype", "precision", "output_datatype")
-"""Attributes that do."""
+_TYPE_ATTRIBUTES = ("to", "dtype", "stash_type", "softmax_precision", "output_dtype", "precision", "output_datatype")
 
 
 def type_name(dtype: np.dtype) -> str:
-    """How a type is written."""
     return _numpy_type(dtype) or f"jnp.{dtype.name}"
 
 
 def _numpy_type(dtype: np.dtype) -> str | None:
-    """The same if numpy has it."""
+    """Return the name of a numpy type; None for others."""
     if dtype.kind == "b":
         return "np.bool_"
     return f"np.{dtype.name}" if dtype.kind in "iuf" and hasattr(np, dtype.name) else None
 
 
 def plain_type(number: int) -> str | None:
-    """A type that every number can be converted to in one way."""
+    """Return a type to which `astype` converts all numbers as Cast does; None for others."""
     dtype = ir.DataType(number)
     if dtype is ir.DataType.BFLOAT16:
         return "jnp.bfloat16"
@@ -191,12 +174,12 @@ def plain_type(number: int) -> str | None:
 def attribute(name: str, value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"np.array({write_literal(value)}, {type_name(value.dtype)})"
-    if name in _NAME_A_TYPE and isinstance(value, int) and value:
+    if name in _TYPE_ATTRIBUTES and isinstance(value, int) and value:
         return quote(str(ir.DataType(value).numpy()))
     return write_literal(list(value) if isinstance(value, tuple) else value)
 
 
 def type_literal(value: ir.Value) -> str:
-    """Type and shape of a value, with None for what is not known."""
+    """Return type and shape of a value, with None if unknown."""
     sizes = None if value.shape is None else [size if isinstance(size, int) else None for size in value.shape]
     return f"({None if value.dtype is None else quote(str(value.dtype.numpy()))}, {sizes})"

@@ -1,4 +1,4 @@
-"""Optimizers as source: calls of optax, and functions for what it does not have."""
+"""Source of optimizers: calls of optax, and functions for what it lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from onward.transform.inline import inline
 
 
 class Text(str):
-    """Source that is an expression."""
+    """Source of an expression."""
 
     __slots__ = ()
 
@@ -30,22 +30,21 @@ class Text(str):
 
 
 class OptimizerSource:
-    """Says which functions of optax make an optimizer, in place of calling them (see optimizer.py)."""
+    """Functions of optax that return source instead of objects."""
 
     def __init__(self, printer: GraphPrinter, params: Mapping[str, Any]):
-        self.functions: list[str] = []
-        """Definitions that what is said needs."""
+        self.functions: list[str] = []  # definitions that the source calls
         self._printer = printer
         self._params = params
         self._names = Identifiers()
-        self._known: dict[tuple[str, str], str] = {}
+        self._defined: dict[tuple[str, str], str] = {}
 
     def __getattr__(self, name: str) -> Callable[..., Text]:
-        def made(*given: Any, **options: Any) -> Text:
+        def call(*arguments: Any, **options: Any) -> Text:
             keywords = (f"{key}={_write_value(value)}" for key, value in options.items())
-            return Text(f"optax.{name}({', '.join([*map(_write_value, given), *keywords])})")
+            return Text(f"optax.{name}({', '.join([*map(_write_value, arguments), *keywords])})")
 
-        return made
+        return call
 
     def optimizer(self, run: RunState) -> Text:
         tx = transformation(run, self)
@@ -55,15 +54,13 @@ class OptimizerSource:
         dtype = type_name(jnp.result_type(*self._params.values()))
         return Text(f"optax.MultiSteps({tx}, {every}, accumulator_dtype={dtype}).gradient_transformation()")
 
-    # ---- what optax does not have ------------------------------------------------------------------------------------
-
     def rate_of(self, specs: Sequence[Spec], lr: float) -> Text:
         lines, results = self._printer.body(rate_model(specs, lr), {"step": "count"})
         text = _function(["count"], ["count = jnp.asarray(count, np.int64)", *lines, f"return {results['rate']}"])
         return Text(self._define("rate", text))
 
-    def exact_clip(self, kind: str, limit: float, variant: str) -> Text:
-        return Text(f"{self._printer.helper('exact_clip')}({quote(kind)}, {limit!r}, {quote(variant)})")
+    def exact_clip(self, norm_of: str, limit: float, variant: str) -> Text:
+        return Text(f"{self._printer.helper('exact_clip')}({quote(norm_of)}, {limit!r}, {quote(variant)})")
 
     def recipe_optimizer(self, group: ParameterGroup, rate: Any) -> Text:
         rules = {name: self._rule(group.spec, sizes_of(self._params[name])) for name in group.parameters}
@@ -71,35 +68,35 @@ class OptimizerSource:
         return Text(f"{self._printer.helper('transformation')}({{{', '.join(entries)}}}, {_write_value(rate)})")
 
     def function_optimizer(self, function: FunctionOptimizer, group: str, rate: Any) -> Text:
-        names, places = function.parameters, places_of(function, group)
-        given = {name: f"params[{quote(name)}]" for name in names}
-        given |= {gradient_of(name): f"gradients[{quote(name)}]" for name in names}
-        given |= {name: f"state[{quote(place)}]" for name, place in places.items()}
+        names, stored_names = function.parameters, places_of(function, group)
+        expressions = {name: f"params[{quote(name)}]" for name in names}
+        expressions |= {gradient_of(name): f"gradients[{quote(name)}]" for name in names}
+        expressions |= {name: f"state[{quote(stored_name)}]" for name, stored_name in stored_names.items()}
         for value in function.inputs:
             if value.name in (RATE, COUNT) and value.dtype is not None:
-                given[value.name] = f"{value.name}.astype({type_name(value.dtype.numpy())})"
+                expressions[value.name] = f"{value.name}.astype({type_name(value.dtype.numpy())})"
         model = inline(function.update)
         results = [value.name or "" for value in model.graph.outputs]
-        lines, found = self._printer.body(model, given)
-        after = dict(zip([*names, *places.values()], (found[result] for result in results), strict=True))
+        lines, texts = self._printer.body(model, expressions)
+        after = dict(zip([*names, *stored_names.values()], (texts[result] for result in results), strict=True))
         new = pairs({name: after[name] for name in names})
-        kept = pairs({place: after[place] for place in places.values()})
-        kind = identifier(function.name)
+        new_state = pairs({stored_name: after[stored_name] for stored_name in stored_names.values()})
+        prefix = identifier(function.name)
         arguments = ["params", "gradients", "state", "lr", "t"]
-        step = self._define(f"{kind}_update", _function(arguments, [*lines, f"return {{{new}}}, {{{kept}}}"]))
-        starts = {places[name]: self._start(name, array) for name, array in initial_state(function).items()}
-        begin = self._define(f"{kind}_state", _function([], [f"return {{{pairs(starts)}}}"]))
+        step = self._define(f"{prefix}_update", _function(arguments, [*lines, f"return {{{new}}}, {{{new_state}}}"]))
+        starts = {stored_names[name]: self._start(name, array) for name, array in initial_state(function).items()}
+        begin = self._define(f"{prefix}_state", _function([], [f"return {{{pairs(starts)}}}"]))
         listed = ", ".join(map(quote, names))
         return Text(f"{self._printer.helper('joint')}([{listed}], {step}, {begin}, {_write_value(rate)})")
 
     def _start(self, name: str, array: np.ndarray) -> str:
-        """An array, as it is written where it is the same number everywhere."""
+        """Return the source of an array, which is short if all numbers are equal."""
         if array.size and (array == array.flat[0]).all():
             return f"jnp.full({array.shape}, {write_literal(array.flat[0])}, {type_name(array.dtype)})"
         return f"jnp.asarray({self._printer.stored(f'{name}/initial', array)})"
 
     def _rule(self, spec: Spec, sizes: Sizes) -> tuple[str, str]:
-        """What a parameter of these sizes begins with, and its update."""
+        """Return the names of two functions: the initial slots, and the update."""
         slots = slots_of(spec, sizes)
         starts = []
         for slot in slots:
@@ -111,15 +108,15 @@ class OptimizerSource:
         lines, results = self._printer.body(update_model(spec, sizes), {name: name for name in names})
         after = ", ".join(f"{quote(slot.name)}: {results[f'{slot.name}/new']}" for slot in slots)
         step = _function(names, [*lines, f"return {results['x/new']}, {{{after}}}"])
-        kind = identifier(spec.name)
-        return self._define(f"{kind}_slots", begin), self._define(f"{kind}_update", step)
+        prefix = identifier(spec.name)
+        return self._define(f"{prefix}_slots", begin), self._define(f"{prefix}_update", step)
 
     def _define(self, name: str, text: str) -> str:
-        """Have a function; one that is there already is not written again."""
-        if (name, text) not in self._known:
-            self._known[name, text] = self._names.fresh(name)
-            self.functions.append(f"def {self._known[name, text]}{text}")
-        return self._known[name, text]
+        """Define a function once, and return its name."""
+        if (name, text) not in self._defined:
+            self._defined[name, text] = self._names.fresh(name)
+            self.functions.append(f"def {self._defined[name, text]}{text}")
+        return self._defined[name, text]
 
 
 def _function(arguments: Sequence[str], lines: Sequence[str]) -> str:

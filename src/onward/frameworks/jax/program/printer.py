@@ -1,4 +1,4 @@
-"""A graph as the body of a Python function: calls of JAX, and of operators whose source is copied."""
+"""Graphs as bodies of Python functions: calls of JAX, and of operators whose source is copied."""
 
 from __future__ import annotations
 
@@ -48,54 +48,50 @@ from onward.transform.inline import inline
 from onward.transform.types import fill_in_types
 
 _RUNTIME = "onward.frameworks.jax.runtime"
-_MAKE_ARRAYS = ("Shape", "Size", "ConstantOfShape", "Range")
-"""What they return is of numpy."""
+_MAKE_ARRAYS = ("Shape", "Size", "ConstantOfShape", "Range")  # return numpy arrays
 _DRAW = (
     "Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
 )  # fmt: skip
-_CAPITALS = (
+_CAPITALS = (  # names in a program, besides operators
     "Any", "ClassVar", "ExactState", "ExecutedState", "HERE", "Mapping", "NamedTuple", "Path", "TYPES", "Values",
 )  # fmt: skip
-"""What else begins so in a program."""
-_FEW = 64
-"""Arrays with more elements than this are computed when the program runs."""
+_FEW = 64  # larger arrays are computed when the program runs
 
 
 class GraphPrinter:
-    """Writes graphs as functions; the operators that they call are collected on the way."""
+    """Printer of graphs as functions, which collects the operators that they call."""
 
     def __init__(self, own: SourceBundle):
         self.own = own
-        self.constants: dict[str, np.ndarray] = {}
-        """What is too large to be written out."""
+        self.constants: dict[str, np.ndarray] = {}  # too large for the source
         self._stored, self._called = Names(["__metadata__"]), Identifiers(_CAPITALS)
         self._operators: dict[str, str] = {}
 
     def body(
-        self, model: Model, given: Mapping[str, str], stores: Mapping[str, str] | None = None
+        self, model: Model, expressions: Mapping[str, str], stores: Mapping[str, str] | None = None
     ) -> tuple[list[str], dict[str, str]]:
-        """The statements that compute a model, and its outputs; its inputs are expressions. The
-        model is changed.
+        """Return the statements that compute a model, which is changed, and the expressions of its
+        outputs.
 
-        `stores` says where some outputs are kept, by their names.
+        `expressions` are its inputs; `stores` are targets to which outputs are assigned, by name.
         """
-        called = [f"{domain}.{name}" for domain, name, _ in model.functions]
-        model = inline(model, [name for name in called if name not in rows()])
+        functions = [f"{domain}.{name}" for domain, name, _ in model.functions]
+        model = inline(model, [name for name in functions if name not in rows()])
         fill_in_types(model, values(model.graph))
         framework = _OneByOne()
         plan, recorder = make_plan(model, framework), _Recorder(self, framework)
-        recorder.open(plan, given)
+        recorder.open(plan, expressions)
         recorder.record(plan)
-        kept = {value: place for value in plan.outputs if (place := (stores or {}).get(value.name or ""))}
-        plan.outputs = [value for value in plan.outputs if value not in kept]
-        lines, texts = recorder.statements(plan.outputs, given.values(), named=True, stores=kept)
+        stored_values = {value: target for value in plan.outputs if (target := (stores or {}).get(value.name or ""))}
+        plan.outputs = [value for value in plan.outputs if value not in stored_values]
+        lines, texts = recorder.statements(plan.outputs, expressions.values(), named=True, stores=stored_values)
         return lines, {value.name or "": text for value, text in zip(plan.outputs, texts, strict=True)}
 
     def helper(self, name: str) -> str:
         return self.own.define(_RUNTIME, name)
 
     def operator(self, name: str) -> str:
-        """What computes an operator: a function of JAX, or one that is defined for it."""
+        """Return the name of the function of an operator, of JAX or defined for it."""
         row = rows()[name]
         if (library := row.library) is not None:
             module, _, name = library.partition(".")
@@ -106,33 +102,33 @@ class GraphPrinter:
         return self._operators[name]
 
     def stored(self, name: str, array: np.ndarray) -> str:
-        """A constant of the file, by a name of its own."""
+        """Return a constant in the file of the program."""
         if str(array.dtype) not in TYPES:
             raise UnsupportedError(f"the constant `{name}` is of the type {array.dtype}, which a file cannot hold")
-        for known, other in self.constants.items():
+        for name_of_other, other in self.constants.items():
             if other is array:
-                return f"constants[{quote(known)}]"
-        fresh = self._stored.fresh(name or "constant")
-        self.constants[fresh] = array
-        return f"constants[{quote(fresh)}]"
+                return f"constants[{quote(name_of_other)}]"
+        unique = self._stored.fresh(name or "constant")
+        self.constants[unique] = array
+        return f"constants[{quote(unique)}]"
 
 
 class JaxPrinter(printing.Printer):
-    """Numbers stand beside arrays of their type as they are: JAX gives them that type."""
+    """Printer that writes numbers next to arrays of their type, which JAX gives them."""
 
     special = "np"
 
-    def operand(self, given: Any, other: Any) -> Expression:
-        array = given.array if isinstance(given, Value) else None
-        beside = other.tensor if isinstance(other, Value) and other.array is None else None
-        if array is None or beside is None or beside.dtype != str(array.dtype):
-            return self.value(given)
-        is_number = array.size == 1 and array.ndim <= len(beside.shapes[0])
-        return Expression(number(array.flat[0], "np")) if is_number else self.value(given)
+    def operand(self, value: Any, other: Any) -> Expression:
+        array = value.array if isinstance(value, Value) else None
+        neighbor = other.tensor if isinstance(other, Value) and other.array is None else None
+        if array is None or neighbor is None or neighbor.dtype != str(array.dtype):
+            return self.value(value)
+        is_number = array.size == 1 and array.ndim <= len(neighbor.shapes[0])
+        return Expression(number(array.flat[0], "np")) if is_number else self.value(value)
 
 
 class _OneByOne(Jax):
-    """JAX, in which all that stands in a graph is called."""
+    """JAX that calls each operator of a graph."""
 
     fuses: ClassVar[Sequence[str]] = ()
 
@@ -142,42 +138,37 @@ class _OneByOne(Jax):
 
 
 class _Recorder:
-    """The calls of one function, or of one that is defined in it."""
+    """Calls of a function, or of one that is nested in it."""
 
     def __init__(self, printer: GraphPrinter, framework: Jax):
         self._printer = printer
         self._framework = framework
         self._sizes = Sizes()
+        # Arrays, some with dynamic sizes as elements; values of the program; and lists of these for sequences.
         self._values: dict[ir.Value, Any] = {}
-        """Arrays, some of which have sizes in them; what the program computes; and sequences as
-        lists of these.
-        """
         self._constants: dict[int, Value] = {}
         self._written: dict[Any, ProgramStep] = {}
-        self.arrays: set[Value] = set()
-        """What is of numpy when the program runs, or may be."""
+        self.arrays: set[Value] = set()  # numpy arrays when the program runs, or possibly
 
-    def open(self, plan: Plan, given: Mapping[str, str]) -> None:
-        """Have the inputs, as the expressions that are given."""
+    def open(self, plan: Plan, expressions: Mapping[str, str]) -> None:
+        """Add the inputs as expressions."""
         choices = Choices(batch_first=False)
-        names = Identifiers([*MENTIONED, *given.values()])
+        names = Identifiers([*MENTIONED, *expressions.values()])
         for name, value in plan.inputs.items():
-            made = Value(path=given[name])
+            argument = Value(path=expressions[name])
             if value.shape is not None and value.dtype is not None:
-                made.tensor = Shaped(choices.shapes(value), str(value.dtype.numpy()))
-                if is_identifier(given[name]):
-                    self._sizes.name(made, [_dim(names, size) for size in value.shape], lambda x: (".shape", [x]))
-            self._values[value] = made
+                argument.tensor = Shaped(choices.shapes(value), str(value.dtype.numpy()))
+                if is_identifier(expressions[name]):
+                    self._sizes.name(argument, [_dim(names, size) for size in value.shape], lambda x: (".shape", [x]))
+            self._values[value] = argument
 
     def inner(self, arguments: Mapping[ir.Value, Value], arrays: Collection[Value]) -> _Recorder:
-        """A recorder for a function within this one."""
-        made = _Recorder(self._printer, self._framework)
-        made._sizes, made._constants, made._written = self._sizes, self._constants, dict(self._written)
-        made._values = {**self._values, **arguments}
-        made.arrays = {*self.arrays, *arrays}
-        return made
-
-    # ---- the result --------------------------------------------------------------------------------------------------
+        """Return a recorder for a nested function."""
+        nested = _Recorder(self._printer, self._framework)
+        nested._sizes, nested._constants, nested._written = self._sizes, self._constants, dict(self._written)
+        nested._values = {**self._values, **arguments}
+        nested.arrays = {*self.arrays, *arrays}
+        return nested
 
     def statements(
         self,
@@ -187,22 +178,22 @@ class _Recorder:
         named: bool = False,
         stores: Mapping[ir.Value, str] | None = None,
     ) -> tuple[list[str], list[str]]:
-        """Lines, and the expressions for outputs; they have names if they are needed more than
-        once.
-        """
-        found = [self._one(value) for value in outputs]
-        kept = [ProgramStep("=", [Value(path=place), self.value(value)]) for value, place in (stores or {}).items()]
-        steps = with_stores(in_order(found), kept)
+        """Return statements, and the expressions of outputs; with `named`, all are variables."""
+        results = [self._one(value) for value in outputs]
+        assignments = [
+            ProgramStep("=", [Value(path=target), self.value(value)]) for value, target in (stores or {}).items()
+        ]
+        steps = with_stores(in_order(results), assignments)
         written = FunctionWriter(
-            fold_repeats(steps, found),
-            found * 2 if named else found,
+            fold_repeats(steps, results),
+            results * 2 if named else results,
             {},
             JaxPrinter,
             self._place,
             taken=[*MENTIONED, *taken],
             roles=self._sizes.roles,
         )
-        return written.lines(), [written.name(value).text for value in found]
+        return written.lines(), [written.name(value).text for value in results]
 
     def _place(self, value: Value) -> Expression:
         if value.array is None:
@@ -210,43 +201,40 @@ class _Recorder:
         return Expression(literal(value.array) or self._printer.stored(value.name, value.array))
 
     def value(self, value: ir.Value) -> Any:
-        """Return what the program has for a value of the graph; for a sequence, a list."""
-        found = self._values[value]
-        if isinstance(found, list):
-            return [self._placed(x, value.name or "") if isinstance(x, np.ndarray) else x for x in found]
-        return self._placed(found, value.name or "") if isinstance(found, np.ndarray) else found
+        """Return the value of the program for a value of the graph; a list for a sequence."""
+        recorded = self._values[value]
+        if isinstance(recorded, list):
+            return [self._placed(x, value.name or "") if isinstance(x, np.ndarray) else x for x in recorded]
+        return self._placed(recorded, value.name or "") if isinstance(recorded, np.ndarray) else recorded
 
     def _one(self, value: ir.Value) -> Value:
-        """Return the same as one value of the program."""
-        found = self.value(value)
-        return self._made(ProgramStep("list", [found])) if isinstance(found, list) else found
+        recorded = self.value(value)
+        return self._result(ProgramStep("list", [recorded])) if isinstance(recorded, list) else recorded
 
     def _placed(self, array: np.ndarray, name: str = "") -> Value:
-        """An array as a part of the program."""
+        """Return an array as a value of the program."""
         if is_open(array):
-            return self._made(ProgramStep("np.array", [as_lists(array), Expression("np.int64")]))
+            return self._result(ProgramStep("np.array", [as_lists(array), Expression("np.int64")]))
         if id(array) not in self._constants:
             tensor = Shaped((array.shape, array.shape), str(array.dtype))
             self._constants[id(array)] = Value(array=array, name=name, tensor=tensor)
             self.arrays.add(self._constants[id(array)])
         return self._constants[id(array)]
 
-    def _made(self, step: ProgramStep) -> Value:
-        """The one result of a call."""
-        step = self._known(step, draws=False)
+    def _result(self, step: ProgramStep) -> Value:
+        """Return the single result of a call."""
+        step = self._shared(step, draws=False)
         if not step.results:
             step.results = [Value(step=step)]
         if step.function in ("np.array", "at_once"):
             self.arrays.add(step.results[0])
         return step.results[0]
 
-    def _known(self, step: ProgramStep, draws: bool) -> ProgramStep:
-        """The same call, if it was made before."""
+    def _shared(self, step: ProgramStep, draws: bool) -> ProgramStep:
+        """Return an equal earlier call, or this one."""
         if draws or step.bodies:
             return step
         return self._written.setdefault(call_key(step), step)
-
-    # ---- calls -------------------------------------------------------------------------------------------------------
 
     def record(self, plan: Plan) -> None:
         self._values.update(plan.constants)
@@ -256,30 +244,28 @@ class _Recorder:
                 self._call(item)
 
     def _fold(self, call: Call) -> bool:
-        """Compute what is known when the program is written; what follows from sizes is known as a
-        formula.
-        """
-        given = [self._values[value] for value in call.inputs if value is not None]
+        """Compute results that are known when writing, also as formulas of sizes."""
+        arguments = [self._values[value] for value in call.inputs if value is not None]
         if call.operator == "Identity" and call.outputs[0] is not None:
-            self._values[call.outputs[0]] = given[0]
+            self._values[call.outputs[0]] = arguments[0]
             return True
-        if call.operator in ("Shape", "Size") and isinstance(given[0], Value) and given[0].tensor:
-            sizes, attributes = self._sizes.of(given[0]), _attributes(call)
+        if call.operator in ("Shape", "Size") and isinstance(arguments[0], Value) and arguments[0].tensor:
+            sizes, attributes = self._sizes.of(arguments[0]), _attributes(call)
             whole = vector(sizes[attributes.get("start") or 0 : attributes.get("end")])
             if call.operator == "Size":
                 size = np.prod(whole)
                 whole = np.array(size, object) if isinstance(size, Size) else np.asarray(size)
             self._set(call, [whole])
             return True
-        if call.operator in sequence.operators and _has_known_elements(call, given):
+        if call.operator in sequence.operators and _has_known_elements(call, arguments):
             assert call.function is not None
-            self._set(call, [call.function(*given)])
+            self._set(call, [call.function(*arguments)])
             return True
-        if not given or call.on_host is None or call.graphs or call.operator in _DRAW:
+        if not arguments or call.on_host is None or call.graphs or call.operator in _DRAW:
             return False
-        if not all(isinstance(x, np.ndarray) for x in _flat(given)) or counts_far(call.operator, given):
+        if not all(isinstance(x, np.ndarray) for x in _flat(arguments)) or counts_far(call.operator, arguments):
             return False
-        if any(map(is_open, given)) and not _is_certain(call, given):
+        if any(map(is_open, arguments)) and not _is_certain(call, arguments):
             return False
         try:
             results = call.on_host(*(None if value is None else self._values[value] for value in call.inputs))
@@ -299,22 +285,22 @@ class _Recorder:
     def _call(self, call: Call) -> None:
         if call.operator in ONLY_ON_HOST:
             raise UnsupportedError(f"{call.described} cannot be computed by JAX")
-        found = [None if value is None else self._values[value] for value in call.inputs]
+        arguments = [None if value is None else self._values[value] for value in call.inputs]
         bodies = {name: self._nested(call, plan) for name, plan in call.graphs.items()}
-        given = [x for x in found if x is not None]
+        present = [x for x in arguments if x is not None]
         at_once = (
-            bool(given) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in _flat(given))
+            bool(present) and not bodies and all(isinstance(x, np.ndarray) or x in self.arrays for x in _flat(present))
         )
-        if call.operator == "Expand" and is_open(found[1]) and isinstance(found[0], np.ndarray):
-            at_once = at_once and found[0].dtype.kind != "f"  # a tensor of numbers, which say nothing about sizes
-        results, is_tuple = (None, None) if at_once or bodies else self._shapes(call, found)
-        step = None if at_once or bodies else self._short(call, found, results)
+        if call.operator == "Expand" and is_open(arguments[1]) and isinstance(arguments[0], np.ndarray):
+            at_once = at_once and arguments[0].dtype.kind != "f"  # not a tensor of sizes
+        results, is_tuple = (None, None) if at_once or bodies else self._shapes(call, arguments)
+        step = None if at_once or bodies else self._short(call, arguments, results)
         if isinstance(step, Value):
             self._set(call, [step])
             return
         step = step or self._operator(call, bodies, at_once)
         if not bodies and is_tuple is None and _may_return_several(call):
-            inner = self._made(step)
+            inner = self._result(step)
             step, is_tuple = ProgramStep(self._printer.helper("several"), [inner]), True
             step.pattern = ", ".join([*["{}"] * len(call.outputs), "*_"])
         several = is_tuple is None and call.operator in ("Split", "TopK")
@@ -326,47 +312,47 @@ class _Recorder:
             self.arrays.update(self.value(value) for value in call.outputs if value is not None)
 
     def _elements(self, step: ProgramStep, shapes: Sequence[Shaped]) -> list[Value]:
-        """Have a call that returns a sequence, and each of its elements."""
-        step = self._known(step, draws=False)
+        """Record a call that returns a sequence, and return its elements."""
+        step = self._shared(step, draws=False)
         if not step.results:
             step.is_tuple = True
             step.results = [Value(tensor, step=step) for tensor in shapes]
         return list(step.results)
 
     def _add(self, call: Call, step: ProgramStep, shapes: Sequence[Shaped] | None, *, is_tuple: bool) -> None:
-        """Have a call, and its results."""
-        step = self._known(step, draws=call.operator in _DRAW)
+        """Record a call, and its results."""
+        step = self._shared(step, draws=call.operator in _DRAW)
         if not step.results:
             count = len(shapes or call.outputs)
-            wanted = [i for i, value in enumerate(call.outputs) if value is not None]
-            step.is_tuple = is_tuple and (len(wanted) > 1 or bool(step.bodies or step.pattern))
-            step.item = wanted[0] if is_tuple and not step.is_tuple else None
+            used = [i for i, value in enumerate(call.outputs) if value is not None]
+            step.is_tuple = is_tuple and (len(used) > 1 or bool(step.bodies or step.pattern))
+            step.item = used[0] if is_tuple and not step.is_tuple else None
             step.results = [Value(step=step) for _ in range(count if step.is_tuple else 1)]
             shapes = shapes and shapes[step.item or 0 :]
             for value, tensor in zip(step.results, shapes or (), strict=False):
                 value.tensor = tensor
         self._set(call, step.results if step.item is None else step.results * (step.item + 1))
 
-    def _shapes(self, call: Call, given: Sequence[Any]) -> tuple[list[Shaped] | None, bool | None]:
-        """The shapes of results, if JAX can tell; and whether there are several."""
+    def _shapes(self, call: Call, arguments: Sequence[Any]) -> tuple[list[Shaped] | None, bool | None]:
+        """Return the shapes of results, if JAX can tell, and True if there are several."""
         hosted = HOST_INPUTS.get(call.operator, ())
-        unknown = any(x.tensor is None for x in _flat(given) if isinstance(x, Value))
-        if unknown or any(isinstance(given[i], Value) for i in hosted if i < len(given)):
+        unknown = any(x.tensor is None for x in _flat(arguments) if isinstance(x, Value))
+        if unknown or any(isinstance(arguments[i], Value) for i in hosted if i < len(arguments)):
             return None, None
         try:
             with self._framework.active():
-                made = [self._shape(call, given, choice) for choice in (0, 1)]
-        except Exception as error:  # JAX says in many ways that it needs to know numbers
+                choices = [self._shape(call, arguments, choice) for choice in (0, 1)]
+        except Exception as error:  # JAX raises different errors for unknown numbers
             if is_ours(error):
                 raise
             return None, None
-        is_tuple, is_sequence = (isinstance(made[0], kind) for kind in (tuple, list))
-        if is_sequence and len(made[0]) != len(made[1]):
+        is_tuple, is_sequence = (isinstance(choices[0], container) for container in (tuple, list))
+        if is_sequence and len(choices[0]) != len(choices[1]):
             return None, False
-        pairs = zip(*made, strict=True) if is_tuple or is_sequence else [tuple(made)]
+        pairs = zip(*choices, strict=True) if is_tuple or is_sequence else [tuple(choices)]
         return [Shaped((tuple(a.shape), tuple(b.shape)), str(a.dtype)) for a, b in pairs], is_tuple
 
-    def _shape(self, call: Call, given: Sequence[Any], choice: int) -> Any:
+    def _shape(self, call: Call, arguments: Sequence[Any], choice: int) -> Any:
         hosted, function = HOST_INPUTS.get(call.operator, ()), call.function
         assert function is not None
 
@@ -380,26 +366,28 @@ class _Recorder:
                     return next(remaining)
                 array = x
                 if is_open(x):
-                    numbers = [each.value.pair[choice] if isinstance(each, Size) else each for each in x.flat]
+                    numbers = [size.value.pair[choice] if isinstance(size, Size) else size for size in x.flat]
                     array = np.array(numbers, np.int64).reshape(x.shape)
                 return array if on_host or x is None else jnp.asarray(array)
 
-            return function(*(filled(x, i in hosted) for i, x in enumerate(given)))
+            return function(*(filled(x, i in hosted) for i, x in enumerate(arguments)))
 
-        tensors = [x.tensor for x in _flat(given) if isinstance(x, Value)]
-        kinds = (jax.ShapeDtypeStruct(tensor.shapes[choice], tensor.dtype) for tensor in tensors)
-        return jax.eval_shape(compute, *kinds)
+        tensors = [x.tensor for x in _flat(arguments) if isinstance(x, Value)]
+        structs = (jax.ShapeDtypeStruct(tensor.shapes[choice], tensor.dtype) for tensor in tensors)
+        return jax.eval_shape(compute, *structs)
 
-    def _short(self, call: Call, found: Sequence[Any], results: Sequence[Shaped] | None) -> ProgramStep | Value | None:
+    def _short(
+        self, call: Call, arguments: Sequence[Any], results: Sequence[Shaped] | None
+    ) -> ProgramStep | Value | None:
         inputs = [None if value is None else self.value(value) for value in call.inputs]
-        known = [as_lists(x) if isinstance(x, np.ndarray) else None for x in found]
+        constants = [as_lists(x) if isinstance(x, np.ndarray) else None for x in arguments]
         first = inputs[0] if inputs else None
         shape = self._sizes.of(first) if isinstance(first, Value) and first.tensor else None
         result = self._sizes.of(Value(tensor=results[0])) if results and call.operator == "Expand" else None
         dtype = call.inputs[0].dtype if call.inputs and call.inputs[0] is not None else None
         is_float = dtype is not None and dtype.is_floating_point()
         return _DIALECT.short_form(
-            call.operator, OperatorArguments(inputs, known, _attributes(call), shape, result), is_float
+            call.operator, OperatorArguments(inputs, constants, _attributes(call), shape, result), is_float
         )
 
     def _operator(self, call: Call, bodies: Mapping[str, Body], at_once: bool) -> ProgramStep:
@@ -407,18 +395,18 @@ class _Recorder:
         library, function = rows()[call.operator].library, printer.operator(call.operator)
         arguments: list[Any] = []
         for i, value in enumerate(call.inputs):
-            given = None if value is None else self.value(value)
-            if call.operator == "Conv" and i == 2 and given is not None and given.array is not None:
-                given = given if given.array.any() else None  # exporters write zeros for no bias
-            if isinstance(given, Value) and not at_once and not bodies:
-                is_array, is_number = given in self.arrays, given.array is not None and given.array.ndim == 0
+            argument = None if value is None else self.value(value)
+            if call.operator == "Conv" and i == 2 and argument is not None and argument.array is not None:
+                argument = argument if argument.array.any() else None  # exporters write zeros for no bias
+            if isinstance(argument, Value) and not at_once and not bodies:
+                is_array, is_number = argument in self.arrays, argument.array is not None and argument.array.ndim == 0
                 if i in on_host and not is_array:
-                    given = self._made(
-                        ProgramStep(printer.own.define("onward.engines.jax.types", "concrete_array"), [given])
+                    argument = self._result(
+                        ProgramStep(printer.own.define("onward.engines.jax.types", "concrete_array"), [argument])
                     )
                 elif i not in on_host and is_array and library is None and not is_number:
-                    given = self._made(ProgramStep("jnp.asarray", [given]))
-            arguments.append(given)
+                    argument = self._result(ProgramStep("jnp.asarray", [argument]))
+            arguments.append(argument)
         usual = defaults(call.operator)
         texts = {name: attribute(name, value) for name, value in _attributes(call).items() if value is not None}
         named: dict[str, Any] = {
@@ -436,7 +424,7 @@ class _Recorder:
         return ProgramStep(function, arguments, named, bodies=dict(bodies))
 
     def _nested(self, call: Call, plan: Plan) -> Body:
-        """A nested graph, as a function that is defined before the call."""
+        """Return a nested graph as a function that is defined before the call."""
         arguments = {value: Value() for value in plan.inputs.values()}
         inner = self.inner(arguments, arguments.values() if call.operator == "Loop" else ())
         inner.record(plan)
@@ -448,9 +436,9 @@ class _Recorder:
         return Body(list(arguments.values()), steps, outputs, types if call.operator == "Loop" else "")
 
 
-def _cast(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | None:
-    dtype = plain_type(given.attributes["to"])
-    return None if dtype is None else ProgramStep(".astype", [given.inputs[0], Expression(dtype)])
+def _cast(call: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | None:
+    dtype = plain_type(call.attributes["to"])
+    return None if dtype is None else ProgramStep(".astype", [call.inputs[0], Expression(dtype)])
 
 
 _DIALECT = Dialect(
@@ -463,40 +451,37 @@ _DIALECT = Dialect(
 
 
 def _dim(names: Identifiers, size: Any) -> str | None:
-    """What a size is called."""
     if isinstance(size, int) or size.value is None:
         return None
     plain = identifier(str(size.value))
     return names.fresh(f"{plain}_size" if plain in MENTIONED else plain)
 
 
-def _flat(given: Iterable[Any]) -> list[Any]:
-    """Return arguments, with the elements of sequences in the place of these."""
-    return [item for x in given for item in (x if isinstance(x, list) else [x])]
+def _flat(arguments: Iterable[Any]) -> list[Any]:
+    """Return arguments, with sequences replaced by their elements."""
+    return [item for x in arguments for item in (x if isinstance(x, list) else [x])]
 
 
-def _has_known_elements(call: Call, given: Sequence[Any]) -> bool:
-    """True if it is known which elements the result of an operator on sequences has, or which one
-    it is.
-    """
+def _has_known_elements(call: Call, arguments: Sequence[Any]) -> bool:
+    """True if the elements of a sequence, or the index of one, are known."""
     if call.operator in ("SequenceConstruct", "SequenceEmpty"):
         return True
-    places = [given[i] for i in HOST_INPUTS.get(call.operator, ()) if i < len(given)]
-    is_known = all(isinstance(place, np.ndarray) and not is_open(place) for place in places)
-    return bool(given) and isinstance(given[0], list) and is_known
+    indices = [arguments[i] for i in HOST_INPUTS.get(call.operator, ()) if i < len(arguments)]
+    is_known = all(isinstance(index, np.ndarray) and not is_open(index) for index in indices)
+    return bool(arguments) and isinstance(arguments[0], list) and is_known
 
 
-def _is_certain(call: Call, given: Sequence[np.ndarray]) -> bool:
-    """Whether the result is the same formula whatever sizes are."""
+def _is_certain(call: Call, arguments: Sequence[np.ndarray]) -> bool:
+    """True if the result is the same formula for all sizes."""
     if call.operator == "Equal":
-        return all(isinstance(x, Size) or x < 0 for array in given for x in array.flat)
+        return all(isinstance(x, Size) or x < 0 for array in arguments for x in array.flat)
     if call.operator in ("Cast", "CastLike"):
         return bool(_attributes(call).get("to") == ir.DataType.INT64)
     return True
 
 
 def _attributes(call: Call) -> dict[str, Any]:
-    """As the row asks for them."""
+    """Return the attributes that the row takes."""
     return dict(call.function.keywords) if isinstance(call.function, functools.partial) else {}
 
 

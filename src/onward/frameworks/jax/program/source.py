@@ -1,7 +1,7 @@
-"""A training run as a program of its own, `run.py`: a graph as a function, with the source of what it calls.
+"""Training run as a JAX program, `run.py`: graphs as functions, with the source of what they call.
 
-The operators that a program calls are those of the engine: their source is copied from there, with everything that it
-mentions, so that a program computes what the engine does, and can be read and changed.
+Programs call the operators of the engine. Their source is copied with everything that it mentions,
+so a program computes what the engine does, and can be read and changed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONSTANTS = "constants.safetensors"
 
 
 def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
-    """Return the program that resumes a run, and the constants that it reads from a file of their own."""
+    """Return the program that resumes a run, and the constants that it reads from a file."""
     printer = GraphPrinter(SourceBundle(instead=INSTEAD, taken=_NAMES, annotated=False))
     for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
         printer.helper(helper)
@@ -43,14 +43,13 @@ def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) ->
     imports = arrange_imports([*printer.own.imports(), *_IMPORTS])
     heads = {title: f"# ---- {title} ".ljust(120, "-") for title in sections}
     written = [f"{heads[title]}\n\n\n{text}" if title else text for title, text in sections.items() if text]
-    said = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quote(key)}: ..." for key in batch)))
-    head = f"{said}\n\n{imports}\n\nHERE = Path(__file__).parent"
+    heading = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quote(key)}: ..." for key in batch)))
+    head = f"{heading}\n\n{imports}\n\nHERE = Path(__file__).parent"
     source = "\n\n".join([head, *(f"{text}\n" for text in written)])
     return audit_program(source, ["jax", "optax"]), printer.constants
 
 
-_NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")
-"""Of functions that are not copied."""
+_NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")  # not of copied functions
 _IMPORTS = ("import jax", "import jax.numpy as jnp", "import numpy as np", "import optax", "from pathlib import Path")
 
 _DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward; it needs JAX and optax.
@@ -63,36 +62,33 @@ _DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward;
 """
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
-
-
 def _take_inputs(parts: TrainingParts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
-    """FunctionWriter that take what a model is fed, and the expressions for all its inputs."""
-    kinds, types, lines, given = parts.kinds, types_of(model), [], {}
+    """Return statements that read the inputs of a model, and the expressions of all inputs."""
+    kinds, types, lines, expressions = parts.kinds, types_of(model), [], {}
     own = variables(name for name in types if name not in kinds)
     for name, dtype in types.items():
         if name in kinds:
-            place = "params" if kinds[name] == "params" else f'state["{kinds[name]}"]'
-            given[name] = f"{place}[{quote(name)}]"
+            source = "params" if kinds[name] == "params" else f'state["{kinds[name]}"]'
+            expressions[name] = f"{source}[{quote(name)}]"
         else:
-            place = 'state["step"]' if name == STEP else f"{fed}[{quote(name)}]"
-            given[name] = own[name]
-            lines.append(f"{given[name]} = jnp.asarray({place}, {type_name(dtype)})")
-    return lines, given
+            source = 'state["step"]' if name == STEP else f"{fed}[{quote(name)}]"
+            expressions[name] = own[name]
+            lines.append(f"{expressions[name]} = jnp.asarray({source}, {type_name(dtype)})")
+    return lines, expressions
 
 
 def _loss(parts: TrainingParts, printer: GraphPrinter) -> str:
     model, contract = parts.forward()
     assert contract.loss is not None
-    taken, given = _take_inputs(parts, model, "batch")
-    kinds = parts.kinds
-    stores = {output: f"{kinds[name]}[{quote(name)}]" for name, output in contract.update.items()}
-    lines, results = printer.body(model, given, stores)
+    taken, expressions = _take_inputs(parts, model, "batch")
+    keys = parts.kinds
+    stores = {output: f"{keys[name]}[{quote(name)}]" for name, output in contract.update.items()}
+    lines, results = printer.body(model, expressions, stores)
     metrics = {"loss": results[contract.loss]}
     metrics |= {name: results[name] for name in contract.metrics if name != contract.loss}
-    used = [kind for kind in ("statistics", "random") if any(kinds[name] == kind for name in contract.update)]
-    changed = pairs({kind: kind if kind in used else f'state["{kind}"]' for kind in ("statistics", "random")})
-    begin = [f'{kind} = dict(state["{kind}"])' for kind in used]
+    used = [key for key in ("statistics", "random") if any(keys[name] == key for name in contract.update)]
+    changed = pairs({key: key if key in used else f'state["{key}"]' for key in ("statistics", "random")})
+    begin = [f'{key} = dict(state["{key}"])' for key in used]
     body = [*taken, *begin, *lines, f"metrics = {{{pairs(metrics)}}}", f"changed = {{{changed}}}"]
     return _function(
         "loss(params, state, batch)",
@@ -103,8 +99,8 @@ def _loss(parts: TrainingParts, printer: GraphPrinter) -> str:
 
 def _apply(parts: TrainingParts, printer: GraphPrinter) -> str:
     model = parts.inference()
-    taken, given = _take_inputs(parts, model, "inputs")
-    lines, results = printer.body(model, given)
+    taken, expressions = _take_inputs(parts, model, "inputs")
+    lines, results = printer.body(model, expressions)
     body = ['params = state["params"]', *taken, *lines, f"return {{{pairs(results)}}}"]
     return _function("apply(state, inputs)", "The outputs of the model, as inference computes them.", body)
 
@@ -112,9 +108,6 @@ def _apply(parts: TrainingParts, printer: GraphPrinter) -> str:
 def _function(signature: str, summary: str, lines: Sequence[str]) -> str:
     body = "\n".join(f"        {line}" for line in lines)
     return f'def {signature}:\n    """{summary}"""\n    with exact():\n{body}'
-
-
-# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 def _run(parts: TrainingParts, optimizer: str) -> str:

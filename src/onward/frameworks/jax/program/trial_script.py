@@ -21,10 +21,10 @@ def main(folder: str, batch: str, results: str) -> None:
     spec.loader.exec_module(module)
     with np.load(batch) as arrays:
         settings = json.loads(str(arrays["settings"]))
-        given = {name: arrays[str(i)] for i, name in enumerate(settings["names"])}
+        batch_arrays = {name: arrays[str(i)] for i, name in enumerate(settings["names"])}
     step, state, losses = jax.jit(module.step), module.load(), []
     for _ in range(settings["steps"]):
-        state, metrics = step(state, given)
+        state, metrics = step(state, batch_arrays)
         losses.append(float(metrics["loss"]))
     np.savez(results, losses=losses)
 

@@ -29,6 +29,7 @@ from onward.frameworks.program.calls import (
     call_key,
     fold_repeats,
     in_order,
+    map_argument,
     take_single_results,
     with_stores,
 )
@@ -50,13 +51,8 @@ class _Computation(keras.Operation):  # type: ignore[misc]
     def call(self, tensors: list[Any]) -> Any:
         function, inputs, attributes = self._computation
         remaining = iter(tensors)
-
-        def filled(x: Any) -> Any:
-            if isinstance(x, list):
-                return [filled(item) for item in x]
-            return next(remaining) if isinstance(x, keras.KerasTensor) else x
-
-        return function(*map(filled, inputs), **attributes)
+        filled = map_argument(inputs, lambda x: next(remaining) if isinstance(x, keras.KerasTensor) else x)
+        return function(*filled, **attributes)
 
 
 _LITERAL = 64  # arrays with at most this many elements are written into the program
@@ -132,8 +128,6 @@ class Recorder(GraphKeras):
         tensors: list[Any] = []
 
         def stand_in(x: Any) -> Any:
-            if isinstance(x, list):
-                return [stand_in(item) for item in x]
             if isinstance(x, Extent):
                 return x.pair[choice]
             if not isinstance(x, Value):
@@ -141,7 +135,7 @@ class Recorder(GraphKeras):
             tensors.append(keras.KerasTensor(x.tensor.shapes[choice], x.tensor.dtype))
             return tensors[-1]
 
-        return _Computation(function, [stand_in(x) for x in inputs], attributes).compute_output_spec(tensors)
+        return _Computation(function, map_argument(inputs, stand_in), attributes).compute_output_spec(tensors)
 
 
 def _nested(array: np.ndarray) -> Any:
