@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from onward.build import DOMAIN, Builder, Names
 from onward.constants import add_initializer
+from onward.differentiate.expand import replace_node
 from onward.differentiate.gradients import check_gradients_of, lower_gradients
 from onward.differentiate.recompute import Choice
 from onward.differentiate.simplify import put_results_last, simplify
@@ -27,7 +28,7 @@ from onward.model.core import as_input, link_gradients, tensor_of, unlink_gradie
 from onward.model.state import carried_state, states
 from onward.model.walk import nodes_of
 from onward.rules import RULES
-from onward.rules.registry import lookup
+from onward.rules.registry import lookup, lookup_body
 from onward.standard import IR_VERSION, KERNELS, ML_DOMAIN, OLDEST_OPSET, STANDARD
 from onward.transform.context import Context
 from onward.transform.inline import inline_calls
@@ -427,23 +428,28 @@ def _infer_types(origin: _Origin, step_graph: StepGraph) -> None:
 
 def _finish(context: Context) -> None:
     """Drop unused nodes, inputs, initializers and imports, and simplify the rest."""
+    graph = context.graph
+    for node in _foreign_nodes(graph):
+        if (rule := lookup_body(node)) is not None:
+            replace_node(context, node, rule)
     write_out_unsafe(context)
     _shorten(context)
-    graph = context.graph
     _drop_unused_inputs(graph)
     used = {*STANDARD, *(node.domain for node in graph.all_nodes())}
     for domain in [domain for domain in graph.opset_imports if domain not in used]:
         graph.opset_imports.pop(domain)
-    foreign = {
-        f"`{node.domain}.{node.op_type}`"
-        for node in graph.all_nodes()
-        if node.domain not in (*_STANDARD, KERNELS) and not is_all_reduce(node)
-    }
+    foreign = {f"`{node.domain}.{node.op_type}`" for node in _foreign_nodes(graph)}
     if foreign:
         raise UnsupportedError(
             f"the step has operators that are not of the standard: {', '.join(sorted(foreign))}",
             hint="a runtime needs them too; export the model without them",
         )
+
+
+def _foreign_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes of operators that are not of the standard."""
+    nodes = graph.all_nodes()
+    return [node for node in nodes if node.domain not in (*_STANDARD, KERNELS) and not is_all_reduce(node)]
 
 
 def _shorten(context: Context) -> None:

@@ -171,6 +171,7 @@ TARGETS: dict[str, tuple[str, Target]] = {
     "torch engine": ("torch", on_engine("torch", compile=False)),
     "jax engine": ("jax", on_engine("jax", compile=False)),
     "tensorflow engine": ("tensorflow", on_engine("tensorflow", compile=False)),
+    "keras engine": ("keras", on_engine("keras")),
     "torch objects": ("torch", torch_objects(live=True)),
     "torch program": ("torch", torch_objects(live=False)),
     "keras model": ("keras", keras_model),
