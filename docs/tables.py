@@ -286,7 +286,7 @@ def checkpoints() -> str:
     """What is read from the recorded checkpoint of each format, and what is there after it was written again."""
     lines = []
     for format in FORMATS:
-        place = HERE.parent / "tests" / "support" / "checkpoints" / RECORDED.get(format.name, format.name)
+        place = HERE.parent / "tests" / "recorded" / RECORDED.get(format.name, format.name)
         if not place.exists():
             continue
         found, again = open_checkpoint(place), None

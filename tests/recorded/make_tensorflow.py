@@ -1,4 +1,4 @@
-"""Writes the recorded checkpoints of TensorFlow and Keras: `python tests/checkpoints/make_tensorflow.py`."""
+"""Writes the recorded checkpoints of TensorFlow and Keras: `python tests/recorded/make_tensorflow.py`."""
 
 from __future__ import annotations
 
