@@ -7,6 +7,7 @@ import itertools
 import re
 import sys
 import tempfile
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -330,9 +331,14 @@ def _by_function(tests: Iterable[str]) -> Iterable[str]:
 def questions() -> str:
     """What it leaves open."""
     return "\n\n".join(
-        f"### {number}. {q['title']}\n\n{q['text']}\n\nPossible readings: {q['readings']}\n\nOurs: {q['ours']}"
+        f"### {number}. {q['title']}\n\n{_wrapped(q['text'])}\n\n"
+        f"{_wrapped('Possible readings: ' + q['readings'])}\n\n{_wrapped('Ours: ' + q['ours'])}"
         for number, q in enumerate(_specification()["question"], 1)
     )
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def torch_optimizers() -> str:

@@ -329,7 +329,7 @@ def test_an_initialization_has_names_and_constants_of_its_own():
     assert_state(initial, {"w": [9, 8], "m": [9, 8]})
 
 
-def test_an_entry_may_only_initialise():
+def test_an_entry_may_only_initialize():
     proto = model(PLAIN)
     start(proto.training_info.add(), "() => (float[2] z) <float[2] z = {9, 9}> { }", {"w": "z"})
     assert serious(proto) == {"OW215"}

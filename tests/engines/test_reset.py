@@ -97,7 +97,7 @@ def test_stored_initializers_first_then_every_initialization_in_order() -> None:
     assert_equal(stored(onward.reset(fresh)), stored(fresh))
 
 
-def test_what_is_not_initialised_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_initialized_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     onnx.save(several((FIRST, {"w": "a"}), (SECOND, {"shared": "b"})), "training.onnx")
     said = command("reset", "training.onnx").stderr
@@ -151,7 +151,7 @@ def test_a_seed_for_draws_that_cannot_be_told_apart_is_refused() -> None:
 # ---- what `prepare` writes -------------------------------------------------------------------------------------------
 
 
-def test_initialisers_agree_with_the_reference_implementation() -> None:
+def test_initializers_agree_with_the_reference_implementation() -> None:
     model = prepared(ema=0.9, seed=5)
     found, wanted = stored(onward.reset(trained(model))), evaluated(model.to_proto(), 0)
     assert found.keys() == wanted.keys()
@@ -202,7 +202,7 @@ def test_every_engine_starts_from_the_same_numbers(engine: str) -> None:
         assert loaded.state()["step"] == 1
 
 
-def test_an_engine_of_one_step_takes_over_what_another_step_initialises() -> None:
+def test_an_engine_of_one_step_takes_over_what_another_step_initializes() -> None:
     """Also what is initialised only, and never updated."""
     proto = several((FIRST, {"w": "a", "n": "c"}), (SECOND, {"shared": "b"}))
     for info in proto.training_info:

@@ -776,7 +776,7 @@ def key_is_bound_twice(m: ModelProto) -> None:
 
 
 @damage("OW202")
-def key_is_initialised_twice(m: ModelProto) -> None:
+def key_is_initialized_twice(m: ModelProto) -> None:
     step_of(m).initialization_binding.add(key="w1", value="w1_start")
 
 
@@ -788,7 +788,7 @@ def two_steps_update_one_variable(m: ModelProto) -> None:
 
 
 @damage("OW204", "gan")
-def two_steps_initialise_one_variable(m: ModelProto) -> None:
+def two_steps_initialize_one_variable(m: ModelProto) -> None:
     insert(step_of(m).initialization, 0, node("RandomNormal", "", "g_again", shape=[2, 3], seed=1.0))
     step_of(m).initialization.output.append(value("g_again", [2, 3]))
     step_of(m).initialization_binding.add(key="g", value="g_again")
