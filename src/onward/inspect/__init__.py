@@ -1,4 +1,4 @@
-"""What is in a model: `describe` reads it from the file, `render` prints it, `draw` makes a picture of it."""
+"""Contents of a model: `describe` reads them from the file, `render` prints them, `draw` makes a picture."""
 
 from onward.inspect.description import describe
 from onward.inspect.picture import draw

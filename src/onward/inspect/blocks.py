@@ -1,4 +1,4 @@
-"""What a picture of a model shows: blocks, what is written on them, and which gives something to which."""
+"""Blocks of a picture of a model, their text, and the edges between them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from onward.run_state.reading import differentiated_values
 from onward.standard import operator_name
 
 _MOST_ROWS, _MOST_NODES_NAMED, _MOST_READERS = 6, 30, 8
-_KINDS = {"random numbers": "schedule", "gradients": "update", "average": "update"}
+_STYLES = {"random numbers": "schedule", "gradients": "update", "average": "update"}
 
 
 @dataclasses.dataclass
 class Block:
-    """A box: a title, rows below it, and notes that appear when one points at it. Texts are as the file has them."""
+    """Box with a title, rows below it, and notes that appear on hover. Texts are unescaped."""
 
-    kind: str
+    style: str
+    """Key of the styles in `picture.py`."""
     title: str
     rows: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """(role, text): the role of a weight, or empty."""
@@ -64,51 +65,54 @@ class Picture:
         for value in values:
             self._made_by[value] = self._add(_port_block("input", value))
 
-    def _add_outputs(self, kind: str, values: Iterable[ir.Value]) -> None:
+    def _add_outputs(self, style: str, values: Iterable[ir.Value]) -> None:
         for value in values:
-            self._connect_to(self._add(_port_block(kind, value)), self._resolve(value))
+            self._connect_to(self._add(_port_block(style, value)), self._resolve(value))
 
-    def _add_graph(self, kind: str, nodes: Iterable[ir.Node]) -> None:
-        for name, part in fold([node for node in nodes if not _is_constant(node)]):
-            read = dict.fromkeys(value.name or "" for node in part for value in read_by(node))
+    def _add_graph(self, style: str, nodes: Iterable[ir.Node]) -> None:
+        for name, run in fold([node for node in nodes if not _is_constant(node)]):
+            read = dict.fromkeys(value.name or "" for node in run for value in read_by(node))
             weights = [self._weights[name] for name in read if name in self._weights]
-            notes = _node_notes(part) + [f"{weight.role} {weight.name} {shape(weight.shape)}" for weight in weights]
+            notes = _node_notes(run) + [f"{weight.role} {weight.name} {shape(weight.shape)}" for weight in weights]
             shown = [weight for weight in weights if weight.role != "constant"]
-            if len(part) == 1:
-                listed = [(str(weight.role), f"{weight.name} {shape(weight.shape)}") for weight in shown]
-                self._add(Block(kind, part[0].op_type, _shorten(listed), notes), part)
+            if len(run) == 1:
+                title = run[0].op_type
+                rows = _shorten([(str(weight.role), f"{weight.name} {shape(weight.shape)}") for weight in shown])
             else:
-                rows = [("", _contents(part))]
+                title = name or quantity(len(run), "node")
+                operators = Counter(node.op_type for node in run).most_common(2)
+                listed = ", ".join(op if n == 1 else f"{op} ×{n:,}" for op, n in operators)
+                rows = [("", f"{quantity(len(run), 'node')}: {listed}")]
                 for role in dict.fromkeys(weight.role for weight in shown):
                     of = Amount.of(weight for weight in shown if weight.role == role)
                     rows.append((role, f"{quantity(of.tensors, 'tensor')}, {of.numbers:,} numbers"))
-                self._add(Block(kind, name or quantity(len(part), "node"), rows, notes), part)
+            self._add(Block(style, title, rows, notes), run)
 
     def _add_step(self, model: Model, training: Training, index: int) -> None:
         step, algorithm = model.step(index), Algorithm(model, training, index)
         self._resolve = algorithm.resolve
         self._add_inputs(step.algorithm.inputs)
-        parts: dict[tuple[str, int], list[ir.Node]] = {("training", 0): [], ("loss", 0): []}
-        for node, part in algorithm.purposes.items():
+        nodes_by_purpose: dict[Purpose, list[ir.Node]] = {("training", 0): [], ("loss", 0): []}
+        for node, node_purpose in algorithm.purposes.items():
             if not _is_constant(node):
-                parts.setdefault(part, []).append(node)
-        for kind in ("training", "loss"):
-            self._add_graph(kind, parts.pop((kind, 0)))
+                nodes_by_purpose.setdefault(node_purpose, []).append(node)
+        for forward in ("training", "loss"):
+            self._add_graph(forward, nodes_by_purpose.pop((forward, 0)))
         targets = differentiated_values(model, step)
-        for (purpose, group), nodes in parts.items():
-            added = self._add(_part_block(purpose, group, training, nodes), nodes)
+        for (purpose, group), nodes in nodes_by_purpose.items():
+            added = self._add(_purpose_block(purpose, group, training, nodes), nodes)
             if purpose == "gradient":  # which names the loss, but does not read it
                 for node in nodes:
                     self._connect_to(added, targets.get(string(node, "y")))
         bound = set(step.update.values())
         self._add_outputs("metric", [value for value in step.algorithm.outputs if value.name not in bound])
-        known = {state.name: state for state in states(model, index)}
+        state_by_name = {state.name: state for state in states(model, index)}
         renewed: dict[int, list[State]] = {}
         for name, value in algorithm.new_state().items():
-            if name in known and value in self._made_by:
-                renewed.setdefault(self._made_by[value], []).append(known[name])
-        for source, found in renewed.items():
-            self.edges[source, self._add(_state_block(found))] = [state.name for state in found]
+            if name in state_by_name and value in self._made_by:
+                renewed.setdefault(self._made_by[value], []).append(state_by_name[name])
+        for source, new_states in renewed.items():
+            self.edges[source, self._add(_state_block(new_states))] = [state.name for state in new_states]
 
     def _connect_to(self, target: int, value: ir.Value | None) -> None:
         source = self._made_by.get(value) if value is not None else None
@@ -118,16 +122,16 @@ class Picture:
 
     def _connect(self) -> None:
         for target, nodes in self._nodes.items():
-            if self.blocks[target].kind == "gradient":
-                continue  # it reads everything that the loss depends on: only the loss itself is worth a line
+            if self.blocks[target].style == "gradient":
+                continue  # it reads all that the loss depends on, of which only the loss gets an edge
             for node in nodes:
                 for value in map(self._resolve, read_by(node)):
                     self._connect_to(target, value)
         readers: dict[int, list[int]] = {}
         for source, target in self.edges:
-            if self.blocks[target].kind in ("inference", "training"):
+            if self.blocks[target].style in ("inference", "training"):
                 readers.setdefault(source, []).append(target)
-        # Where one block gives something to very many, such as a mask to all layers, the others say so in a row.
+        # If very many blocks read one, such as a mask, only the first has an edge, and the others name it in a row.
         for source, targets in readers.items():
             for target in sorted(targets)[1:] if len(targets) > _MOST_READERS else ():
                 del self.edges[source, target]
@@ -135,17 +139,18 @@ class Picture:
 
 
 def _is_constant(node: ir.Node) -> bool:
-    """Whether a node only makes a constant: what reads it shows it."""
-    known = all(value is None or constant_tensor(value) is not None for value in node.inputs)
-    return node.op_type == "Constant" or (node.op_type in ("ConstantOfShape", "DequantizeLinear", "Cast") and known)
+    """True if a node only computes a constant, which its reader shows."""
+    reads_constants = all(value is None or constant_tensor(value) is not None for value in node.inputs)
+    computes = node.op_type in ("ConstantOfShape", "DequantizeLinear", "Cast")
+    return node.op_type == "Constant" or (computes and reads_constants)
 
 
-# ---- what is written on blocks ---------------------------------------------------------------------------------------
+# ---- text of blocks --------------------------------------------------------------------------------------------------
 
 
-def _port_block(kind: str, value: ir.Value) -> Block:
+def _port_block(style: str, value: ir.Value) -> Block:
     of = port(value)
-    return Block(kind, of.name, [("", f"{of.type} {shape(of.shape)}")], [_type_of(value)])
+    return Block(style, of.name, [("", f"{of.type} {shape(of.shape)}")], [_type_of(value)])
 
 
 def _type_of(value: ir.Value) -> str:
@@ -162,17 +167,12 @@ def _node_notes(nodes: Sequence[ir.Node]) -> list[str]:
     return [*notes, f"and {quantity(more, 'more node')}"] if more > 0 else notes
 
 
-def _contents(nodes: Sequence[ir.Node]) -> str:
-    kinds = Counter(node.op_type for node in nodes).most_common(2)
-    return f"{quantity(len(nodes), 'node')}: {', '.join(op if n == 1 else f'{op} ×{n:,}' for op, n in kinds)}"
-
-
 def _shorten(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return rows if len(rows) <= _MOST_ROWS else [*rows[:_MOST_ROWS], ("", f"and {len(rows) - _MOST_ROWS} more")]
 
 
-def _part_block(purpose: str, group: int, training: Training, nodes: Sequence[ir.Node]) -> Block:
-    """One part of a step, however many nodes and parameters it has."""
+def _purpose_block(purpose: str, group: int, training: Training, nodes: Sequence[ir.Node]) -> Block:
+    """Return the block of all nodes of a step with one purpose."""
     title, rows, notes = purpose, [], []
     if purpose == "optimizer":
         of = training.groups[group]
@@ -193,96 +193,98 @@ def _part_block(purpose: str, group: int, training: Training, nodes: Sequence[ir
         rows = [f"sum of {setting(sums.batches)} batches"] if sums is not None else []
         rows += [f"loss scale {setting(scale.scale)}"] if scale is not None else []
         rows += [f"{clip.kind} at most {setting(clip.limit)}"] if clip is not None else []
-    return Block(_KINDS.get(purpose, purpose), title, _shorten([("", row) for row in rows]), notes + _node_notes(nodes))
+    return Block(
+        _STYLES.get(purpose, purpose), title, _shorten([("", row) for row in rows]), notes + _node_notes(nodes)
+    )
 
 
-def _state_block(found: Sequence[State]) -> Block:
-    sorts: dict[str, list[str]] = {}
-    for state in found:
+def _state_block(new_states: Sequence[State]) -> Block:
+    names_by_word: dict[str, list[str]] = {}
+    for state in new_states:
         word = "parameter" if state.role == "parameter" else state.slot or state.role.replace("_", " ")
-        sorts.setdefault(word, []).append(state.name)
+        names_by_word.setdefault(word, []).append(state.name)
     rows = [
         ("trained" if word == "parameter" else "", names[0] if len(names) == 1 else f"{word} ×{len(names):,}")
-        for word, names in sorts.items()
+        for word, names in names_by_word.items()
     ]
-    return Block("state", "new state", rows, [f"{state.role} {state.name}" for state in found])
+    return Block("state", "new state", rows, [f"{state.role} {state.name}" for state in new_states])
 
 
 # ---- folding ---------------------------------------------------------------------------------------------------------
 
 
 MOST = 24
-"""Blocks of a graph. One that has no more nodes is drawn node by node."""
+"""Largest number of blocks of a graph. A graph with fewer nodes is drawn node by node."""
 _FEWEST = 4
 
-Part = tuple[str, list[ir.Node]]
+NodeRun = tuple[str, list[ir.Node]]
 
 
-def fold(nodes: Sequence[ir.Node]) -> list[Part]:
-    """The nodes in order, in parts that have a name; one node each, without a name, where there are not many.
+def fold(nodes: Sequence[ir.Node]) -> list[NodeRun]:
+    """Return nodes in order, in named runs of neighbors; if there are few, one per run, unnamed.
 
-    A part is a run of neighbours, so that parts depend on one another only in one direction, as nodes do.
+    Runs of neighbors depend on one another only in one direction, as nodes do.
     """
     if len(nodes) <= MOST:
         return [("", [node]) for node in nodes]
     scopes = [_scope(node) for node in nodes]
-    parts = [("", [node]) for node in nodes]
+    runs = [("", [node]) for node in nodes]
     for depth in range(max(map(len, scopes)), 0, -1):
         coarser = _runs(nodes, [scope[:depth] for scope in scopes])
         if len(coarser) < _FEWEST:
             break
-        parts = coarser
-        if len(parts) <= MOST:
-            return parts
-    step = math.ceil(len(parts) / MOST)
-    return [_join(parts[start : start + step]) for start in range(0, len(parts), step)]
+        runs = coarser
+        if len(runs) <= MOST:
+            return runs
+    step = math.ceil(len(runs) / MOST)
+    return [_join(runs[start : start + step]) for start in range(0, len(runs), step)]
 
 
 def _scope(node: ir.Node) -> tuple[str, ...]:
-    """The path of a node in the module that it comes from, by its name, its metadata, or the names of its weights."""
-    path = [part for part in (node.name or "").removeprefix("train/").split("/") if part][:-1]
+    """Return the path of a node in its module, by its name, its metadata, or the names of its weights."""
+    path = [word for word in (node.name or "").removeprefix("train/").split("/") if word][:-1]
     if not path and (namespace := node.metadata_props.get("namespace")):
-        path = [part.partition(":")[0] for part in namespace.split("/")][:-1]
+        path = [word.partition(":")[0] for word in namespace.split("/")][:-1]
     if not path:
         weights = [value.name or "" for value in node.inputs if value is not None and value.is_initializer()]
         path = next((name.split(".")[:-1] for name in weights if "." in name), [])
     return tuple(path)
 
 
-def _runs(nodes: Sequence[ir.Node], scopes: Sequence[tuple[str, ...]]) -> list[Part]:
-    """Neighbours with the same scope; a node without one goes with the node before it."""
-    parts: list[Part] = []
+def _runs(nodes: Sequence[ir.Node], scopes: Sequence[tuple[str, ...]]) -> list[NodeRun]:
+    """Return neighbors with the same scope; a node without one goes with the node before it."""
+    runs: list[NodeRun] = []
     for node, scope in zip(nodes, scopes, strict=True):
         name = "/".join(scope)
-        if not parts or (name and name != parts[-1][0]):
-            parts.append((name, []))
-        parts[-1][1].append(node)
-    return parts
+        if not runs or (name and name != runs[-1][0]):
+            runs.append((name, []))
+        runs[-1][1].append(node)
+    return runs
 
 
-def _join(parts: Sequence[Part]) -> Part:
-    """Several in one: `encoder/layer.0 to layer.1`."""
-    (first, _), (last, _) = parts[0], parts[-1]
+def _join(runs: Sequence[NodeRun]) -> NodeRun:
+    """Return several runs as one: `encoder/layer.0 to layer.1`."""
+    (first, _), (last, _) = runs[0], runs[-1]
     end = last.rpartition("/")[2] if first.rpartition("/")[0] == last.rpartition("/")[0] else last
-    return first if first == last else f"{first} to {end}", [node for _, nodes in parts for node in nodes]
+    return first if first == last else f"{first} to {end}", [node for _, nodes in runs for node in nodes]
 
 
 # ---- the nodes of a step ---------------------------------------------------------------------------------------------
 
 _CLIPPING = {function.name for function in (squared_norm, scale_to_norm, scale_to_norm_optax, clip_to_value)}
 
-# What a value depends on: the batch, what training needs beside it, gradients (also of earlier steps), random numbers,
-# and other state.
+# Sources of a value: the batch, other inputs of training, gradients (also of earlier steps), random numbers, and other
+# state.
 _BATCH, _TARGET, _GRADIENT, _RANDOM, _STATE = 1, 2, 4, 8, 16
-# Which state depends on a value: sums and scales of gradients, averages of parameters; the groups' bits follow.
+# State that depends on a value: sums and scales of gradients, averages of parameters; the groups' bits follow.
 _SUMS, _AVERAGE, _FIRST_GROUP = 1, 2, 4
 
 Purpose = tuple[str, int]
-"""What a node is for and, for the optimizer, the index of the group."""
+"""Purpose of a node and, for the optimizer, the index of the group."""
 
 
 class Algorithm:
-    """The nodes of a step by their purpose, with the update taken out of the `If` under which it may happen."""
+    """Nodes of a step by their purpose. A conditional update is taken out of its `If`."""
 
     def __init__(self, model: Model, training: Training, index: int):
         self.model, self.step, self._states = model, model.step(index), states(model, index)
@@ -302,28 +304,28 @@ class Algorithm:
         self.purposes = self._find_purposes(training)
 
     def resolve(self, value: ir.Value) -> ir.Value:
-        """The value itself, or for the output of such an `If` what the update computes for it."""
+        """Return the value of the update for an output of its `If`; other values unchanged."""
         return self._inside.get(value, value)
 
     def new_state(self) -> dict[str, ir.Value]:
-        """State variable -> what replaces it."""
+        """Return state variables -> their new values."""
         outputs = {value.name: self.resolve(value) for value in self.step.algorithm.outputs}
         return {name: outputs[new] for name, new in self.step.update.items() if new in outputs}
 
     def _find_purposes(self, training: Training) -> dict[ir.Node, Purpose]:
         sources, readers = self._sources(), self._readers(training)
         needed, _ = ancestors(v for v in differentiated_values(self.model, self.step).values() if v is not None)
-        found: dict[ir.Node, Purpose] = {}
+        purposes: dict[ir.Node, Purpose] = {}
         for node in reversed(self.nodes):
             depends = _join_bits(sources, node.outputs)
-            reader = next((use.node for value in node.outputs for use in value.uses() if use.node in found), None)
-            if not depends and reader is not None:  # a constant is for what reads it first
-                found[node] = found[reader]
+            reader = next((use.node for value in node.outputs for use in value.uses() if use.node in purposes), None)
+            if not depends and reader is not None:  # a constant has the purpose of its first reader
+                purposes[node] = purposes[reader]
             elif is_gradient(node):
-                found[node] = "gradient", 0
+                purposes[node] = "gradient", 0
             else:
-                found[node] = _purpose(node, depends, _join_bits(readers, node.outputs), node in needed)
-        return {node: found[node] for node in self.nodes}
+                purposes[node] = _purpose(node, depends, _join_bits(readers, node.outputs), node in needed)
+        return {node: purposes[node] for node in self.nodes}
 
     def _sources(self) -> dict[ir.Value, int]:
         bits = dict.fromkeys(self.model.inputs, _BATCH) | dict.fromkeys(self.step.algorithm.inputs, _TARGET)

@@ -1,11 +1,11 @@
-"""`describe`: what goes in and out of a model, what is trained and how, and how far that has come."""
+"""`describe`: the inputs, outputs, weights and training of a model, by its file."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
@@ -62,7 +62,8 @@ from onward.transform.quantized import RANGE_KEY
 
 @checked()
 def describe(model: Source) -> Summary:
-    """Say what is in a model, by its file alone: it is not run, and weights outside the file are not loaded.
+    """Return a summary of a model, by its file alone. It is not run, and external weights are not
+    loaded.
 
         print(onward.describe("training.onnx"))
 
@@ -70,34 +71,30 @@ def describe(model: Source) -> Summary:
     """
     model = load(model)
     with blame_model():
-        return _summary(model)
-
-
-def _summary(model: Model) -> Summary:
-    judged = verdicts(model)
-    found = weights(model, judged)
-    steps = tuple(describe_step(model, index, found) for index in range(len(model.steps)))
-    group = {name: group.name for step in reversed(steps) for group in step.groups for name in group.parameters}
-    found = tuple(dataclasses.replace(weight, group=group.get(weight.name)) for weight in found)
-    return Summary(
-        name=model.path.name if model.path else model.graph.name or "model",
-        file=_file(model),
-        inputs=tuple(port(value) for value in model.inputs),
-        outputs=tuple(port(value) for value in model.outputs),
-        parameters={role: Amount.of(w for w in found if w.role == role) for role in ROLES},
-        remarks=(
-            *folding_remarks(model),
-            *exporter_remarks(model, judged),
-            *(note for step in model.steps for note in notes_on_moves(step)),
-        ),
-        quantization=_quantization(model),
-        weights=found,
-        steps=steps,
-    )
+        judged = verdicts(model)
+        ungrouped = weights(model, judged)
+        steps = tuple(describe_step(model, index, ungrouped) for index in range(len(model.steps)))
+        group = {name: group.name for step in reversed(steps) for group in step.groups for name in group.parameters}
+        grouped = tuple(dataclasses.replace(weight, group=group.get(weight.name)) for weight in ungrouped)
+        return Summary(
+            name=model.path.name if model.path else model.graph.name or "model",
+            file=_file(model),
+            inputs=tuple(map(port, model.inputs)),
+            outputs=tuple(map(port, model.outputs)),
+            parameters={role: Amount.of(w for w in grouped if w.role == role) for role in ROLES},
+            remarks=(
+                *folding_remarks(model),
+                *exporter_remarks(model, judged),
+                *(note for step in model.steps for note in notes_on_moves(step)),
+            ),
+            quantization=_quantization(model),
+            weights=grouped,
+            steps=steps,
+        )
 
 
 def _file(model: Model) -> File:
-    tensors = (place.tensor for place in tensor_sites(model))
+    tensors = (site.tensor for site in tensor_sites(model))
     external = {
         (t.location, t.offset, t.length): t for t in tensors if isinstance(t, ir.ExternalTensor) and is_external(t)
     }
@@ -120,7 +117,7 @@ def _file(model: Model) -> File:
 
 
 def describe_step(model: Model, index: int, weights: Iterable[Weight]) -> Training:
-    """Return what a step trains and how: its run, and what its graph has beside that."""
+    """Return the run of a step, with its graph's inputs, metrics, state and size."""
     run, step = read_training(model, index), model.step(index)
     recorded = {key: value for key, value in run.progress.items() if key != "step"}
     scaler = {key: value for key, value in run.scaler.items() if key not in ("scale", "dynamic")}
@@ -151,17 +148,17 @@ def _loss(model: Model, step: Step, terms: Sequence[LossTerm]) -> Loss:
     producers = [computing_node(value) for value in targets.values()]
     return Loss(
         differentiated=tuple(targets),
-        operators=tuple(operator_name(found[0]) if found else "" for found in producers),
+        operators=tuple(operator_name(producer[0]) if producer else "" for producer in producers),
         outputs=tuple(dict.fromkeys(t.output for t in terms)) or _outputs_below(model, targets.values()),
         terms=tuple(terms),
     )
 
 
 def _outputs_below(model: Model, targets: Iterable[ir.Value | None]) -> tuple[str, ...]:
-    """The outputs of the model that a loss depends on."""
-    found = [value for value in targets if value is not None]
-    read = {value for node in ancestors(found)[0] if node.graph is not model.graph for value in read_by(node)}
-    return tuple(value.name or "" for value in model.outputs if value in read or value in found)
+    """Return the outputs of the model that a loss depends on."""
+    losses = [value for value in targets if value is not None]
+    read = {value for node in ancestors(losses)[0] if node.graph is not model.graph for value in read_by(node)}
+    return tuple(value.name or "" for value in model.outputs if value in read or value in losses)
 
 
 def _group(group: ParameterGroup) -> GroupSummary:
@@ -180,17 +177,17 @@ def _group(group: ParameterGroup) -> GroupSummary:
 
 
 def _section(spec: Spec) -> ScheduleSection:
-    kind = SCHEDULES.get(spec.name)
-    choices = {key: value for key, value in spec.options.items() if kind is not None and key in kind.choices}
+    schedule = SCHEDULES.get(spec.name)
+    choices = {key: value for key, value in spec.options.items() if schedule is not None and key in schedule.choices}
     return ScheduleSection(spec.name, {k: v for k, v in spec.options.items() if k not in choices}, choices)
 
 
 def _clip(run: RunState) -> Clip | None:
-    for kind in ("norm", "tensor_norm", "value"):
-        if run.clip is not None and kind in run.clip:
+    for quantity in ("norm", "tensor_norm", "value"):
+        if run.clip is not None and quantity in run.clip:
             by_norm = scale_to_norm_optax if run.clip.get("variant") == "optax" else scale_to_norm
-            function = clip_to_value if kind == "value" else by_norm
-            return Clip(kind, run.clip[kind], f"{DOMAIN}.{function.name}")
+            function = clip_to_value if quantity == "value" else by_norm
+            return Clip(quantity, run.clip[quantity], f"{DOMAIN}.{function.name}")
     return None
 
 
@@ -206,27 +203,29 @@ def _state_amounts(model: Model, index: int) -> tuple[StateAmount, ...]:
 
 
 def _quantization(model: Model) -> Quantization | None:
-    """Which weights and activations are rounded, and to what; None if nothing is."""
+    """Return the types of quantized weights and activations; None if there are none."""
     nodes = [node for node in model.graph if is_standard(node)]
     weights: dict[tuple[str, str], list[int]] = {}
-    for node in nodes:
-        if (shape := _weight_shape(node)) is not None:
-            weights.setdefault((_type(node), _parts(node)), []).append(math.prod(shape))
     activations: dict[str, int] = {}
     for node in nodes:
+        if (shape := _weight_shape(node)) is not None:
+            weights.setdefault((_type(node), _granularity(node)), []).append(math.prod(shape))
         if node.op_type == "QuantizeLinear" and constant_tensor(node.inputs[0]) is None:
             activations[_type(node)] = activations.get(_type(node), 0) + 1
     if not weights and not activations:
         return None
+    ranges = [json.loads(text)["ranges"] for node in nodes if (text := node.metadata_props.get(RANGE_KEY))]
     return Quantization(
-        tuple(QuantizedWeights(kind, parts, len(sizes), sum(sizes)) for (kind, parts), sizes in weights.items()),
+        tuple(QuantizedWeights(*form, len(sizes), sum(sizes)) for form, sizes in weights.items()),
         activations,
-        tuple(dict.fromkeys(_ranges(nodes))),
+        tuple(dict.fromkeys(map(str, ranges))),
     )
 
 
 def _weight_shape(node: ir.Node) -> tuple[int, ...] | None:
-    """The shape of the weight that a DequantizeLinear gives, stored or trained; biases do not count."""
+    """Return the shape of the stored or trained weight that a DequantizeLinear computes; None for
+    biases.
+    """
     if node.op_type != "DequantizeLinear" or not node.inputs:
         return None
     stored = constant_tensor(node.inputs[0])
@@ -245,15 +244,9 @@ def _type(node: ir.Node) -> str:
     return dtype_name(dtype or ir.DataType.UINT8)
 
 
-def _parts(node: ir.Node) -> str:
-    """What has a scale of its own."""
+def _granularity(node: ir.Node) -> str:
+    """Return the unit that has one scale."""
     if block := node.attributes.get_int("block_size", 0):
         return f"block of {block}"
     scale = constant_tensor(node.inputs[1])
     return "channel" if scale is not None and scale.size > 1 else "tensor"
-
-
-def _ranges(nodes: list[ir.Node]) -> Iterator[str]:
-    for node in nodes:
-        if text := node.metadata_props.get(RANGE_KEY):
-            yield str(json.loads(text)["ranges"])

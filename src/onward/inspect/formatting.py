@@ -1,7 +1,8 @@
-"""Numbers, sizes and names as people read them. Names come from files and may hold anything: here they get harmless."""
+"""Numbers, sizes and names as text. Names come from files: their control characters are escaped."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def clean(text: str) -> str:
-    """The text with whatever would not print (line breaks, escape codes, reordering marks) written as an escape."""
+    """Escape characters that do not print: line breaks, escape codes, reordering marks."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def shorten(text: str, width: int = 60) -> str:
-    """At most `width` characters: the middle goes, since names differ at their ends."""
+    """Shorten to `width` characters, in the middle: names differ at their ends."""
     text = clean(text)
     if len(text) <= width:
         return text
@@ -34,7 +35,7 @@ def size(count: int) -> str:
 
 
 def quantity(count: int, word: str) -> str:
-    """`1 tensor`, `2,000 tensors`."""
+    """Return `1 tensor` or `2,000 tensors`."""
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
@@ -48,7 +49,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def setting(value: Any) -> str:
-    """`0.001`, `1e-8`, `1,000`, `[30, 60]`, `true`, or a word."""
+    """Return `0.001`, `1e-8`, `1,000`, `[30, 60]`, `true`, or a word."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):
@@ -77,38 +78,33 @@ def shape(axes: Shape | None) -> str:
 
 
 def list_names(names: Sequence[str], most: int) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and the number of others."""
     shown = ", ".join(shorten(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most:,} more"
 
 
 def gather_names(names: Sequence[str], everything: Iterable[str], most: int = 3) -> str:
-    """Names, the many of one part of the model as `backbone.* (60 tensors)`."""
+    """Return names, with many of one submodule as `backbone.* (60 tensors)`."""
     if len(names) <= most:
         return list_names(names, most)
-    parts = _parts(names, most)
-    if len(parts) > most:
+    names_by_prefix = _by_prefix(names, most)
+    if len(names_by_prefix) > most:
         return f"{quantity(len(names), 'tensor')}, such as {shorten(names[0])}"
     everything = list(everything)
     words = []
-    for prefix, members in parts.items():
+    for prefix, members in names_by_prefix.items():
         total = sum(name.startswith(prefix) for name in everything)
         count = f"{len(members):,}" if total <= len(members) else f"{len(members):,} of {total:,}"
         words.append(f"{shorten(prefix)}* ({count} tensors)" if len(members) > 1 else shorten(members[0]))
     return ", ".join(words)
 
 
-def _parts(names: Sequence[str], most: int) -> dict[str, list[str]]:
-    """Names by the part of the model that they are in: where they first differ, or what they all have in common."""
-    common = _common_prefix(names)
-    found: dict[str, list[str]] = {}
+def _by_prefix(names: Sequence[str], most: int) -> dict[str, list[str]]:
+    """Return names by the submodule in which they first differ, or all by their common one."""
+    same = os.path.commonprefix(names)  # noqa: RUF071  # separators are dots and slashes
+    common = same[: max(map(same.rfind, "./")) + 1]
+    names_by_prefix: dict[str, list[str]] = {}
     for name in names:
         ends = [end for separator in "./" if (end := name.find(separator, len(common))) >= 0]
-        found.setdefault(name[: min(ends) + 1 if ends else len(name)], []).append(name)
-    return {common: list(names)} if common and len(found) > most else found
-
-
-def _common_prefix(names: Sequence[str]) -> str:
-    first, last = min(names), max(names)
-    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[: max(first.rfind(separator, 0, same) for separator in "./") + 1]
+        names_by_prefix.setdefault(name[: min(ends) + 1 if ends else len(name)], []).append(name)
+    return {common: list(names)} if common and len(names_by_prefix) > most else names_by_prefix

@@ -1,4 +1,4 @@
-"""The constant tensors of an inference graph: which are trained, frozen, constant or statistics, and why."""
+"""Roles of the constant tensors of an inference graph (trained, frozen, constant, statistics), with reasons."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Verdict = tuple[Role, str]
 
 
 def weights(model: Model, verdicts: dict[str, Verdict]) -> tuple[Weight, ...]:
-    """Return every initializer, and every parameter that hides in a node, in the order in which the graph reads them.
+    """Return initializers and parameters that are stored in nodes, in the order of the graph.
 
     `verdicts` are the roles of constants, as the function of that name returns them.
     """
@@ -44,30 +44,27 @@ def weights(model: Model, verdicts: dict[str, Verdict]) -> tuple[Weight, ...]:
         for parameter in trained_parameters(model, step):
             trained_by.setdefault(parameter.name or "", []).append(i)
     differentiated = {name for step in model.steps for name in step.differentiated()}
-    found = []
+    described = []
     for value in _in_order(model.graph, verdicts):
         name = value.name or ""
         verdict = verdicts.get(name) or _verdict_by_type(value)
         if name in trained_by:
-            # What a step trains is trained, whatever was written down about it.
+            # Parameters that a step updates are trained, whatever role was recorded.
             observed = "differentiated by a Gradient" if name in differentiated else "updated without a Gradient"
             verdict = "trained", verdict[1] if verdict[0] == "trainable" else observed
         elif model.steps and verdict[0] == "trainable":
             verdict = ("frozen", "no step trains it")
-        found.append(_weight(value, verdict, tuple(trained_by.get(name, ()))))
-    return tuple(found)
-
-
-def _weight(value: ir.Value, verdict: Verdict, steps: tuple[int, ...]) -> Weight:
-    dtype, shape = _form(value)
-    numbers = math.prod(shape or ())
-    tensor = value.const_value
-    size = tensor.nbytes if tensor is not None else math.ceil(numbers * dtype.bitwidth / 8)
-    return Weight(value.name or "", dtype_name(dtype), shape, numbers, size, *verdict, steps=steps)
+        dtype, shape = _form(value)
+        numbers = math.prod(shape or ())
+        tensor = value.const_value
+        size = tensor.nbytes if tensor is not None else math.ceil(numbers * dtype.bitwidth / 8)
+        steps = tuple(trained_by.get(name, ()))
+        described.append(Weight(name, dtype_name(dtype), shape, numbers, size, *verdict, steps=steps))
+    return tuple(described)
 
 
 def _form(value: ir.Value) -> tuple[ir.DataType, tuple[int, ...] | None]:
-    """Type and shape of a constant, also of one that a node makes."""
+    """Return the type and shape of a constant, also of one that a node computes."""
     node = value.producer()
     first = node.inputs[0] if node is not None and node.inputs else None
     if node is not None and node.op_type == "ConstantOfShape":
@@ -105,7 +102,7 @@ def _verdict_by_type(value: ir.Value) -> Verdict:
 
 
 def verdicts(model: Model) -> dict[str, Verdict]:
-    """Return what the file records about each tensor; in files that record nothing, what the rule of `prepare` says."""
+    """Return the recorded role of each tensor (default: the role that `prepare` would assign)."""
     recorded: dict[str, Verdict] = {}
     for step in model.steps:
         selection = step.fact("train.selection")
@@ -114,10 +111,8 @@ def verdicts(model: Model) -> dict[str, Verdict]:
                 for name in texts(names):
                     if name not in recorded or recorded[name][0] != "trainable":
                         recorded[name] = (_ROLES.get(role, "constant"), reason)
-    return recorded or _by_rule(model)
-
-
-def _by_rule(model: Model) -> dict[str, Verdict]:
+    if recorded:
+        return recorded
     model = _without_external_data(model)
     if model.steps:
         targets = [value for step in model.steps for value in differentiated_values(model, step).values() if value]
@@ -127,16 +122,16 @@ def _by_rule(model: Model) -> dict[str, Verdict]:
 
 
 def _without_external_data(model: Model) -> Model:
-    """A copy in which tensors outside the file have a type and a shape but no numbers, so that nobody can load them."""
+    """Return a copy in which external tensors have a type and a shape but cannot be loaded."""
     if not any(isinstance(value.const_value, ir.ExternalTensor) for value in model.initializers()):
         return model
     copy = model.copy()
     for value in copy.initializers():
         if isinstance(value.const_value, ir.ExternalTensor):
-            held = value.const_value
-            nothing = partial(ir.Tensor, np.zeros(0, held.dtype.numpy()), dtype=held.dtype)
-            shape = ir.Shape(held.shape.numpy())
-            value.const_value = ir.LazyTensor(nothing, dtype=held.dtype, shape=shape, name=held.name)
+            external = value.const_value
+            nothing = partial(ir.Tensor, np.zeros(0, external.dtype.numpy()), dtype=external.dtype)
+            shape = ir.Shape(external.shape.numpy())
+            value.const_value = ir.LazyTensor(nothing, dtype=external.dtype, shape=shape, name=external.name)
     return copy
 
 
@@ -144,8 +139,14 @@ def _without_external_data(model: Model) -> Model:
 
 
 def exporter_remarks(model: Model, judged: Mapping[str, Verdict]) -> Iterator[str]:
-    """Yield a sentence for each way in which what is trained differs from the constants that an exporter stored."""
-    yield from _restored(model).remarks()
+    """Yield a sentence for each difference between trained tensors and the exporter's constants."""
+    if model.steps:
+        restored = Restored.from_fact(model.steps[0].fact("train.exporter"))
+    elif can_restore(model):
+        restored = restore(_without_external_data(model).copy(), join=False)
+    else:
+        restored = Restored()
+    yield from restored.remarks()
     left_out = [name for name, (_, reason) in judged.items() if reason == EXPORTER_CONSTANT]
     if left_out:
         yield (
@@ -174,10 +175,3 @@ def _may_be_buffer(value: ir.Value) -> bool:
     uses = [use for use in value.uses() if use.node.graph is value.graph]  # training reads it as well
     is_of_norm = all(use.node.op_type == "Identity" or is_norm(use.node, use.idx) for use in uses)
     return not is_of_norm and not is_named_as_parameter(value)
-
-
-def _restored(model: Model) -> Restored:
-    """Return what `prepare` restored, or would."""
-    if model.steps:
-        return Restored.from_fact(model.steps[0].fact("train.exporter"))
-    return restore(_without_external_data(model).copy(), join=False) if can_restore(model) else Restored()

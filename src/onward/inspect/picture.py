@@ -1,4 +1,4 @@
-"""Pictures of a model and its training: SVG files that need nothing else, on light and on dark paper."""
+"""Pictures of a model and its training: self-contained SVG files, for light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from onward.run_state.reading import blame_model
 
 
 def draw(source: Source, step: int = 0) -> str:
-    """An SVG picture of a step: forward pass, loss, gradients, update and state; of the graph alone if there is none.
+    """Return a picture of a step: forward pass, loss, gradients, update and state. An inference
+    model has its graph alone.
 
-    The file needs nothing else. Long graphs are drawn by parts, as the names of nodes tell them.
+    Returns:
+        A self-contained SVG file. Long graphs are folded by the names of their nodes.
     """
     model = load(source)
     if model.steps or step:
@@ -39,8 +41,8 @@ _BASE, _ROW_HEIGHT, _HEADER, _LEAST_WIDTH = 17.0, 14.0, 34.0, 460.0
 _NAME_LETTER, _TITLE_LETTER, _ROW_LETTER = 9.4, 7.8, 6.1
 _MOST_NAME, _MOST_TITLE, _MOST_ROW = 80, 36, 44
 
-# What a kind of block is called; fill and line on light paper, and on dark paper.
-_KINDS = {
+# Meaning of each style of block; fill and line on light and on dark backgrounds.
+_STYLES = {
     "input": ("input", "#f3f4f6", "#7c8591", "#22272e", "#8b949e"),
     "inference": ("inference", "#e5f0fc", "#3f7fc4", "#12263d", "#5b9be0"),
     "training": ("the same in training mode", "#dff5f1", "#238b7b", "#0d2b27", "#3fb9a6"),
@@ -81,32 +83,33 @@ _ARROW = (
 
 
 def write_svg(picture: Picture, name: str) -> str:
-    """The file. Whatever is written in it goes through `clean`, and is escaped."""
+    """Return the file. All its text goes through `clean`, and is escaped."""
     layout = arrange([_size(block) for block in picture.blocks], picture.edges)
     legend, legend_width, legend_height = _legend(picture, max(layout.width, _LEAST_WIDTH))
     heading = shorten(name, _MOST_NAME)
     width = max(layout.width, legend_width, cell_len(heading) * _NAME_LETTER) + 2 * _MARGIN
     top = _MARGIN + _HEADER + legend_height
-    style = _rules(_LOOK) + _rules(_colours(0)) + f"@media (prefers-color-scheme:dark){{{_rules(_colours(1))}}}"
+    style = _rules(_LOOK) + _rules(_colors(0)) + f"@media (prefers-color-scheme:dark){{{_rules(_colors(1))}}}"
     look = f'role="img" class="onward" width="{width:.0f}" style="max-width:100%;height:auto"'
     view = f'viewBox="0 0 {width:.0f} {top + layout.height + _MARGIN:.0f}"'
     edges = [
         f'<path class="edge" d="{_curve(layout.routes[edge])}" marker-end="url(#arrow)">{_title(names)}</path>'
         for edge, names in picture.edges.items()
     ]
-    blocks = [_block(block, centre) for block, centre in zip(picture.blocks, layout.centres, strict=True)]
-    parts = [
+    blocks = [_block(block, center) for block, center in zip(picture.blocks, layout.centers, strict=True)]
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {look} {view}>{_title([name])}',
         f'<style>{escape(style)}</style><rect class="paper" width="100%" height="100%"/>{_ARROW}',
         _text(heading, _MARGIN, _MARGIN + 12, "name"),
         _group(_MARGIN, _MARGIN + _HEADER - 8, legend),
         _group((width - layout.width) / 2, top, [*edges, *blocks]),
+        "</svg>\n",
     ]
-    return "\n".join([*parts, "</svg>\n"])
+    return "\n".join(elements)
 
 
 def _size(block: Block) -> Point:
-    """Width and height. Fonts differ, so this is a guess, and a generous one."""
+    """Return width and height: a generous estimate, as fonts differ."""
     margin = _MARK if _has_marks(block) else 0.0
     widths = [cell_len(shorten(block.title, _MOST_TITLE)) * _TITLE_LETTER]
     widths += [cell_len(shorten(text, _MOST_ROW)) * _ROW_LETTER + margin for _, text in block.rows]
@@ -118,10 +121,11 @@ def _has_marks(block: Block) -> bool:
 
 
 def _legend(picture: Picture, width: float) -> tuple[list[str], float, float]:
-    """What the colours mean, as far as they occur; how wide and how high it is."""
-    used = {block.kind for block in picture.blocks} | {mark for block in picture.blocks for mark, _ in block.rows}
+    """Return the elements of a legend of the colors that occur, its width and its height."""
+    used = {block.style for block in picture.blocks} | {mark for block in picture.blocks for mark, _ in block.rows}
     items, x, y, widest = [], 0.0, 12.0, 0.0
-    for style, meaning in [*((kind, look[0]) for kind, look in _KINDS.items()), *((mark, mark) for mark in _MARKS)]:
+    meanings = {**{style: look[0] for style, look in _STYLES.items()}, **{mark: mark for mark in _MARKS}}
+    for style, meaning in meanings.items():
         if style not in used:
             continue
         needed = 34 + len(meaning) * _ROW_LETTER
@@ -135,25 +139,25 @@ def _legend(picture: Picture, width: float) -> tuple[list[str], float, float]:
     return items, widest, y + 18
 
 
-def _block(block: Block, centre: Point) -> str:
+def _block(block: Block, center: Point) -> str:
     width, height = _size(block)
-    corner = height / 2 if block.kind in ("input", "output", "metric") else 5.0
+    corner = height / 2 if block.style in ("input", "output", "metric") else 5.0
     left, style = (_PADDING + _MARK, "row") if _has_marks(block) else (width / 2, "row middle")
-    parts = [
+    elements = [
         _title([block.title, *block.notes]),
-        f'<rect class="block {block.kind}" width="{width:.1f}" height="{height:.1f}" rx="{corner:.1f}"/>',
+        f'<rect class="block {block.style}" width="{width:.1f}" height="{height:.1f}" rx="{corner:.1f}"/>',
         _text(shorten(block.title, _MOST_TITLE), width / 2, _BASE, "title"),
     ]
     for i, (mark, text) in enumerate(block.rows, 1):
         base = _BASE + _ROW_HEIGHT * i
-        parts.append(_text(shorten(text, _MOST_ROW), left, base, style))
+        elements.append(_text(shorten(text, _MOST_ROW), left, base, style))
         if mark:
-            parts.append(f'<circle class="mark {mark}" cx="{_PADDING + 3:.1f}" cy="{base - 3.5:.1f}" r="3"/>')
-    return _group(centre[0] - width / 2, centre[1] - height / 2, parts)
+            elements.append(f'<circle class="mark {mark}" cx="{_PADDING + 3:.1f}" cy="{base - 3.5:.1f}" r="3"/>')
+    return _group(center[0] - width / 2, center[1] - height / 2, elements)
 
 
 def _curve(route: Sequence[Point]) -> str:
-    """Curves between layers, straight lines through them."""
+    """Return a path that curves between layers and is straight through them."""
     steps = [f"M{route[0][0]:.1f} {route[0][1]:.1f}"]
     for i, ((x0, y0), (x1, y1)) in enumerate(pairwise(route)):
         half = (y1 - y0) / 2
@@ -162,15 +166,15 @@ def _curve(route: Sequence[Point]) -> str:
     return "".join(steps)
 
 
-def _colours(paper: int) -> dict[str, str]:
+def _colors(paper: int) -> dict[str, str]:
     ground, ink, line = _PAPERS[paper]
     rules = {".paper": f"fill:{ground}", "text": f"fill:{ink}", ".edge": f"stroke:{line}", ".head": f"fill:{line}"}
-    rules |= {f".block.{k}": f"fill:{v[1 + 2 * paper]};stroke:{v[2 + 2 * paper]}" for k, v in _KINDS.items()}
-    return rules | {f".mark.{mark}": f"fill:{colours[paper]}" for mark, colours in _MARKS.items()}
+    rules |= {f".block.{k}": f"fill:{v[1 + 2 * paper]};stroke:{v[2 + 2 * paper]}" for k, v in _STYLES.items()}
+    return rules | {f".mark.{mark}": f"fill:{colors[paper]}" for mark, colors in _MARKS.items()}
 
 
 def _rules(rules: Mapping[str, str]) -> str:
-    """They hold in this picture, also inside a page."""
+    """Return CSS that applies to this picture only, also inside a page."""
     return "".join(f".onward {selector}{{{look}}}" for selector, look in rules.items())
 
 
@@ -198,9 +202,9 @@ Edge = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The middle of each block, and the points of each edge, which curves between layers and passes a layer upright."""
+    """Center of each block, and points of each edge, which curves between layers and is upright within them."""
 
-    centres: list[Point]
+    centers: list[Point]
     routes: dict[Edge, list[Point]]
     width: float
     height: float
@@ -226,20 +230,22 @@ def arrange(sizes: Sequence[Point], edges: Iterable[Edge]) -> Layout:
     xs = _columns(layers, near, half)
     heights = [max(sizes[item][1] for item in layer if item < len(sizes)) for layer in layers]
     tops = [0.0, *accumulate(height + _LAYER_GAP for height in heights)]
-    centres = [(xs[i], tops[layer_of[i]] + heights[layer_of[i]] / 2) for i in range(len(sizes))]
+    centers = [(xs[i], tops[layer_of[i]] + heights[layer_of[i]] / 2) for i in range(len(sizes))]
     routes = {}
     for source, target in edges:
-        start = (centres[source][0], centres[source][1] + sizes[source][1] / 2)
-        end = (centres[target][0], centres[target][1] - sizes[target][1] / 2)
+        start = (centers[source][0], centers[source][1] + sizes[source][1] / 2)
+        end = (centers[target][0], centers[target][1] - sizes[target][1] / 2)
         between = bends[source, target]
         upright = [(xs[i], tops[layer_of[i]] + down) for i in between for down in (0, heights[layer_of[i]])]
         routes[source, target] = [start, *upright, end]
     width = max((x + wide for x, wide in zip(xs, half, strict=True)), default=0.0)
-    return Layout(centres, routes, width, tops[-1] - _LAYER_GAP)
+    return Layout(centers, routes, width, tops[-1] - _LAYER_GAP)
 
 
 def _layers(count: int, edges: Sequence[Edge]) -> list[int]:
-    """Every block below those that it reads, and what reads nothing just above the first that goes on from it."""
+    """Return the layer of each block: below those that it reads. A block that reads none is just
+    above its first reader.
+    """
     layers = _below(edges, [0] * count)
     reading, giving = {target for _, target in edges}, {source for source, _ in edges}
     for block in giving - reading:
@@ -251,7 +257,7 @@ def _layers(count: int, edges: Sequence[Edge]) -> list[int]:
 
 
 def _below(edges: Sequence[Edge], layers: list[int]) -> list[int]:
-    """The layers, with each block as far down as what it reads demands; a circle, which no sound model has, ends."""
+    """Move each block below those that it reads. The number of rounds is limited, in case of a cycle."""
     for _ in layers:
         for source, target in edges:
             layers[target] = max(layers[target], min(layers[source] + 1, len(layers)))
@@ -259,15 +265,15 @@ def _below(edges: Sequence[Edge], layers: list[int]) -> list[int]:
 
 
 def _columns(layers: list[list[int]], near: Sequence[Sequence[int]], half: Sequence[float]) -> list[float]:
-    """Where everything is from left to right: first in which order, then how near to its neighbours that lets it be."""
+    """Return horizontal positions: first the best order in layers, then the nearest to neighbors."""
     xs = [0.0] * len(half)
     for layer in layers:
         _move(layer, [(0.0, 1.0)] * len(layer), xs, half)
     candidates = []
     for i in range(_ORDERINGS):
         for before, layer in pairwise(layers[:: -1 if i % 2 else 1]):
-            places = {item: [xs[other] for other in near[item] if other in before] or [xs[item]] for item in layer}
-            means = {item: sum(found) / len(found) for item, found in places.items()}
+            pulls = {item: [xs[other] for other in near[item] if other in before] or [xs[item]] for item in layer}
+            means = {item: sum(positions) / len(positions) for item, positions in pulls.items()}
             layer.sort(key=means.__getitem__)
             _move(layer, [(means[item], 1.0) for item in layer], xs, half)
         length = sum(abs(xs[item] - xs[other]) for item, others in enumerate(near) for other in others)
@@ -276,22 +282,23 @@ def _columns(layers: list[list[int]], near: Sequence[Sequence[int]], half: Seque
     for i in range(_SWEEPS):
         close = (_FAR * (_NEAR / _FAR) ** (i / _SWEEPS)) ** 2
         for layer in layers[:: 1 if i % 2 else -1]:
-            wanted = []
-            for item in layer:  # edges that are nearly straight matter most: they should get straight
-                pulls = [(xs[other], 1 / ((xs[other] - xs[item]) ** 2 + close)) for other in near[item]]
-                total = sum(pull for _, pull in pulls)
-                wanted.append((sum(x * pull for x, pull in pulls) / total, total) if pulls else (xs[item], 1e-9))
-            _move(layer, wanted, xs, half)
+            targets = []
+            for item in layer:  # edges that are nearly straight have the most weight: they should get straight
+                weighted = [(xs[other], 1 / ((xs[other] - xs[item]) ** 2 + close)) for other in near[item]]
+                total = sum(weight for _, weight in weighted)
+                mean = sum(x * weight for x, weight in weighted) / total if weighted else xs[item]
+                targets.append((mean, total or 1e-9))
+            _move(layer, targets, xs, half)
     left = min((x - width for x, width in zip(xs, half, strict=True)), default=0.0)
     return [x - left for x in xs]
 
 
-def _move(layer: Sequence[int], wanted: Sequence[Point], xs: list[float], half: Sequence[float]) -> None:
-    """Move a layer to where it is wanted (position, weight), by least squares, with its order and distances kept."""
+def _move(layer: Sequence[int], targets: Sequence[Point], xs: list[float], half: Sequence[float]) -> None:
+    """Move a layer towards targets (position, weight) by least squares. Order and distances are kept."""
     apart = [half[a] + half[b] + (_EDGE_GAP if _BEND in (half[a], half[b]) else _GAP) for a, b in pairwise(layer)]
     offsets = list(accumulate(apart, initial=0.0))
     pools: list[tuple[float, float, int]] = []  # mean, weight, length: neighbours that have met move as one
-    for (x, weight), offset in zip(wanted, offsets, strict=True):
+    for (x, weight), offset in zip(targets, offsets, strict=True):
         mean, total, length = x - offset, weight, 1
         while pools and pools[-1][0] >= mean:
             other, heavy, long = pools.pop()

@@ -1,4 +1,4 @@
-"""A summary on a screen: one that is calm, and at most one."""
+"""Text of a summary, on at most one screen."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _NARROWEST = {"name": 14, "shape": 9, "reason": 14}
 
 
 def render(summary: Summary, console: Console) -> None:
-    """Print what is in a model."""
-    kind = "training model" if summary.is_training_model else "inference model"
-    _print(console, Text.assemble((_encode(shorten(summary.name), console), "bold"), "  ", (kind, _FAINT)))
+    """Print the summary of a model."""
+    label = "training model" if summary.is_training_model else "inference model"
+    _print(console, Text.assemble((_encode(shorten(summary.name), console), "bold"), "  ", (label, _FAINT)))
     _print_rows(console, model_rows(summary))
     for index, step in enumerate(summary.steps):
         title = "training" if len(summary.steps) == 1 else f"step {index}: {shorten(step.name)}"
@@ -62,18 +62,18 @@ def render(summary: Summary, console: Console) -> None:
 
 
 def render_parameters(summary: Summary, console: Console) -> None:
-    """Print a table of all constant tensors of the model, and what each is to training."""
-    whose = {weight.name: _group_of(weight, summary) for weight in summary.weights}
+    """Print a table of all constant tensors of the model with their roles."""
+    groups = [_group_of(weight, summary) for weight in summary.weights]
     columns: dict[str, list[str]] = {
         "name": [clean(weight.name) for weight in summary.weights],
         "shape": [shape(weight.shape).replace(" ", "") for weight in summary.weights],
         "type": [weight.type for weight in summary.weights],
         "size": [size(weight.bytes) for weight in summary.weights],
         "role": [str(weight.role) for weight in summary.weights],
-        "group": [clean(group) for group in whose.values()],
+        "group": [clean(group) for group in groups],
         "reason": [clean(weight.reason) for weight in summary.weights],
     }
-    if len(set(whose.values()) - {""}) < 2:
+    if len({*groups} - {""}) < 2:
         del columns["group"]
     if summary.weights:
         _print_table(console, columns)
@@ -84,7 +84,7 @@ def render_parameters(summary: Summary, console: Console) -> None:
 
 
 def _group_of(weight: Weight, summary: Summary) -> str:
-    """The group; with several steps, which of them."""
+    """Return the group of a weight, or its steps if there are several."""
     if len(summary.steps) < 2 or not weight.steps:
         return weight.group or ""
     return f"step {list_names([str(index) for index in weight.steps], 3)}"
@@ -109,7 +109,7 @@ def _print_rows(console: Console, rows: Iterable[Row]) -> None:
 
 
 def _flowing(items: Iterable[str], width: int) -> str:
-    """Items with commas between them, in lines that end behind a comma."""
+    """Return items with commas between them, in lines that end with a comma."""
     lines = [""]
     for item in items:
         if lines[-1] and cell_len(lines[-1]) + cell_len(item) + 2 > width:
@@ -137,17 +137,17 @@ def _print_table_row(console: Console, row: dict[str, str], widths: dict[str, in
         )
         for heading, cell in row.items()
     ]
-    for parts in zip_longest(*cells):
-        texts = [part or Text() for part in parts]
-        for text, (heading, width) in zip(texts, widths.items(), strict=True):
+    for texts in zip_longest(*cells, fillvalue=None):
+        line_cells = [text or Text() for text in texts]
+        for text, (heading, width) in zip(line_cells, widths.items(), strict=True):
             text.align("right" if heading == "size" else "left", width)
-        line = Text(_GAP, style).join(texts)
+        line = Text(_GAP, style).join(line_cells)
         line.rstrip()
         _print(console, line)
 
 
 def _encode(text: str, console: Console) -> str:
-    """The text with what the terminal's encoding lacks written as an escape."""
+    """Escape characters that the terminal's encoding lacks."""
     return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
@@ -155,7 +155,7 @@ def _encode(text: str, console: Console) -> str:
 
 
 Row = tuple[str, str | Sequence[str]]
-"""A label, and a text; or items of which none is broken between lines."""
+"""A label with a text, or with items that are not broken between lines."""
 
 _MOST_PORTS, _MOST_GROUPS, _MOST_REASONS, _MOST_TERMS = 6, 4, 3, 4
 _NAME_WIDTH = 28
@@ -197,24 +197,24 @@ def model_rows(summary: Summary) -> Iterator[Row]:
 
 def _file(summary: Summary) -> list[str]:
     file = summary.file
-    parts = [size(file.bytes)] if file.bytes is not None else []
+    facts = [size(file.bytes)] if file.bytes is not None else []
     if file.external_files:
-        parts.append(f"{size(file.external_bytes)} in {list_names(file.external_files, 2)}")
+        facts.append(f"{size(file.external_bytes)} in {list_names(file.external_files, 2)}")
     nodes = quantity(file.nodes, "node")
     if training := sum(step.nodes for step in summary.steps):
         nodes += f" + {training:,} for training"
-    parts += [f"opset {file.opset}", f"IR {file.ir_version}", nodes]
-    return [*parts, quantity(len(file.functions), "function")] if file.functions else parts
+    facts += [f"opset {file.opset}", f"IR {file.ir_version}", nodes]
+    return [*facts, quantity(len(file.functions), "function")] if file.functions else facts
 
 
-def _quantization(found: Quantization) -> Iterator[str]:
-    for kind in found.weights:
-        weights = quantity(kind.tensors, "weight")
-        yield f"{weights} to {kind.type}, a scale for each {kind.per}: {kind.numbers:,} numbers"
-    for name, count in found.activations.items():
-        yield f"{quantity(count, 'activation')} to {name}"
-    if found.ranges:
-        yield f"ranges: {', '.join(_RANGES.get(word, word) for word in found.ranges)}"
+def _quantization(quantization: Quantization) -> Iterator[str]:
+    for weights in quantization.weights:
+        count = quantity(weights.tensors, "weight")
+        yield f"{count} to {weights.type}, a scale for each {weights.per}: {weights.numbers:,} numbers"
+    for name, activations in quantization.activations.items():
+        yield f"{quantity(activations, 'activation')} to {name}"
+    if quantization.ranges:
+        yield f"ranges: {', '.join(_RANGES.get(word, word) for word in quantization.ranges)}"
 
 
 def _ports(label: str, ports: Sequence[Port]) -> Iterator[Row]:
@@ -243,7 +243,7 @@ def _parameters(summary: Summary) -> Iterator[Row]:
 
 
 def _reasons(summary: Summary, role: Role) -> Iterator[str]:
-    """Which tensors have a role, and why: a line for each of the most frequent reasons."""
+    """Yield the tensors with a role, in a line for each of its most frequent reasons."""
     by_reason: dict[str, list[str]] = {}
     for weight in summary.with_role(role):
         by_reason.setdefault(weight.reason, []).append(weight.name)
@@ -287,7 +287,7 @@ def _trained_parameters(summary: Summary, step: Training) -> str:
 
 
 def _name_settings(name: str, values: Mapping[str, Any]) -> list[str]:
-    """`cosine: steps 1,000`, `warmup 50`, ..."""
+    """Return `cosine: steps 1,000`, `warmup 50`, ..."""
     first, *others = settings(values) or [""]
     return [f"{shorten(name)}: {first}" if first else shorten(name), *others]
 
@@ -333,9 +333,9 @@ def _group(group: GroupSummary) -> list[str]:
 
 
 def _unusual_options(group: GroupSummary) -> dict[str, Any]:
-    """The options that are not as they are by default."""
-    kind = OPTIMIZERS.get(group.optimizer or "")
-    choices = kind.choices if kind is not None else {}
+    """Return the options that differ from their defaults."""
+    optimizer = OPTIMIZERS.get(group.optimizer or "")
+    choices = optimizer.choices if optimizer is not None else {}
     usual = {name: allowed if isinstance(allowed, int) else allowed[0] for name, allowed in choices.items()}
     return {name: value for name, value in group.options.items() if name not in usual or usual[name] != value}
 
@@ -349,8 +349,8 @@ def _around_optimizer(step: Training) -> Iterator[Row]:
     if step.average is not None:
         yield "average", f"decay {setting(step.average.decay)}, over {setting(step.average.updates)} updates"
     if step.loss_scale is not None:
-        kind = "dynamic" if step.loss_scale.dynamic else "fixed"
-        yield "loss scale", [setting(step.loss_scale.scale), *_name_settings(kind, step.loss_scale.settings)]
+        mode = "dynamic" if step.loss_scale.dynamic else "fixed"
+        yield "loss scale", [setting(step.loss_scale.scale), *_name_settings(mode, step.loss_scale.settings)]
 
 
 def _progress(progress: Progress) -> str:

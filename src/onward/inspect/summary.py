@@ -11,17 +11,17 @@ import onnx_ir as ir
 from onward.run_state.reading import LossTerm, Setting, plain
 
 Shape = tuple[int | str | None, ...]
-"""Numbers, names, and None where nothing is known about an axis."""
+"""Numbers, names, and None for an unknown axis."""
 
 Role = Literal["trained", "frozen", "trainable", "statistics", "constant"]
-"""`trainable` is what `prepare` would train, in a model that nobody trains yet."""
+"""`trainable`: parameters of an inference model that `prepare` would train."""
 
 ROLES: tuple[Role, ...] = ("trained", "frozen", "trainable", "statistics", "constant")
 
 
 @dataclass(frozen=True)
 class Port:
-    """Something that goes in or comes out."""
+    """Input or output."""
 
     name: str
     type: str
@@ -30,7 +30,7 @@ class Port:
 
 @dataclass(frozen=True)
 class File:
-    """The file as such."""
+    """File of a model."""
 
     path: str | None
     bytes: int | None
@@ -48,7 +48,7 @@ class File:
 
 @dataclass(frozen=True)
 class Weight:
-    """A constant tensor of the inference graph: what it is to training, and why."""
+    """Constant tensor of the inference graph, with its role in training and the reason."""
 
     name: str
     type: str
@@ -77,24 +77,24 @@ class Amount:
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """Weights that are rounded in the same way."""
+    """Weights of the same type and granularity."""
 
     type: str
     per: str
-    """What has a scale of its own: a tensor, a channel, or a block."""
+    """Unit that has one scale: a tensor, a channel, or a block."""
     tensors: int
     numbers: int
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What is rounded to integers."""
+    """Weights and activations that are rounded to integers."""
 
     weights: tuple[QuantizedWeights, ...]
     activations: dict[str, int]
-    """How many, by type."""
+    """Number by type."""
     ranges: tuple[str, ...]
-    """How training comes by scales: `moving`, `lsq` or `fixed`."""
+    """Origins of scales in training: `moving`, `lsq` or `fixed`."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Loss:
     operators: tuple[str, ...]
     """The operator that computes each of them."""
     outputs: tuple[str, ...]
-    """The outputs of the model that the loss looks at."""
+    """The outputs of the model that the loss reads."""
     terms: tuple[LossTerm, ...]
-    """Empty where the file does not record them."""
+    """Empty if the file does not record them."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class GroupSummary:
 
     name: str
     optimizer: str | None
-    """By the name that a recipe gives it, or the operator's; None where an update is written out in plain operators."""
+    """Name in recipes or of the operator; None for an update in plain operators."""
     operators: tuple[str, ...]
     hyper: dict[str, Setting]
     """Every hyper-parameter at its current value, `lr` first."""
@@ -125,7 +125,7 @@ class GroupSummary:
     slots: tuple[str, ...]
     parameters: tuple[str, ...]
     is_function: bool = False
-    """Whether the optimizer is none of a recipe's by name, but a function that updates all parameters at once."""
+    """True if the optimizer has no name in recipes and is a function that updates all parameters."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +169,11 @@ class LossScale:
 @dataclass(frozen=True)
 class Progress:
     step: int | None
-    """Updates made so far; None where no counter can be told."""
+    """Updates made so far; None without a counter."""
     steps: int | None
-    """Where the schedule ends; None where it does not say, or does not end."""
+    """Last update of the schedule; None if it is unknown or there is none."""
     recorded: dict[str, Any]
-    """What the file records beside it: epochs, samples, ..."""
+    """Other counters in the file: epochs, samples, ..."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,11 @@ class StateAmount:
 
 @dataclass(frozen=True)
 class Training:
-    """One step."""
+    """Training step of a model."""
 
     name: str
     inputs: tuple[Port, ...]
-    """What training needs beside the inputs of the model."""
+    """Inputs of training that the model does not have."""
     metrics: tuple[Port, ...]
     loss: Loss
     groups: tuple[GroupSummary, ...]
@@ -205,22 +205,22 @@ class Training:
     """Every number that can be edited in the file, by the name of its initializer."""
     nodes: int
     initialization: bool
-    """Whether every state variable can be reset."""
+    """True if every state variable can be reset."""
 
 
 FORMAT = 1
-"""The version of the JSON form. New keys may come without a new one; none goes or changes its meaning."""
+"""Version of the JSON form. New keys do not change it; removed keys and changed meanings do."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What is in a model. `to_json` has the names of the fields as keys, at every level:
+    """Contents of a model. `to_json` has the names of the fields as keys, at every level:
 
     - `format`: 1
     - `name`; `file`: path, bytes, external_bytes, external_files, ir_version, opset, opsets, producer, nodes, functions
     - `inputs`, `outputs` of the inference graph: lists of name, type, shape (numbers, names and null; null if unknown)
     - `parameters`: trained, frozen, trainable, statistics, constant; each with tensors, numbers, bytes
-    - `remarks`: sentences about what an exporter seems to have folded away, merged or added; what augmentation moves
+    - `remarks`: sentences about weights that an exporter folded, merged or added, and about augmentation
     - `quantization`: null, or weights (list of type, per, tensors, numbers), activations (numbers by type), ranges
     - `weights`: list of name, type, shape, numbers, bytes, role (one of these five), reason, group, steps
     - `steps`: none for an inference model, else a list of
@@ -254,7 +254,7 @@ class Summary:
         return [weight for weight in self.weights if weight.role in roles]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain data: dictionaries, lists, texts, numbers and None."""
+        """Return it as plain data: dictionaries, lists, strings, numbers and None."""
         return {"format": FORMAT, **plain(asdict(self))}
 
 
@@ -268,15 +268,15 @@ def port(value: ir.Value) -> Port:
     return Port(value.name or "", type_name(value.type), shape_of(value))
 
 
-def type_name(kind: ir.TypeProtocol | None) -> str:
-    """`float32`, `sequence(int64)`, or `?`."""
-    if kind is None:
+def type_name(value_type: ir.TypeProtocol | None) -> str:
+    """Return `float32`, `sequence(int64)`, or `?`."""
+    if value_type is None:
         return "?"
-    if isinstance(kind, ir.TensorType):
-        return dtype_name(kind.dtype)
-    inner = getattr(kind, "elem_type", None)
+    if isinstance(value_type, ir.TensorType):
+        return dtype_name(value_type.dtype)
+    inner = getattr(value_type, "elem_type", None)
     words = {ir.SequenceType: "sequence", ir.OptionalType: "optional", ir.SparseTensorType: "sparse"}
-    word = next((word for cls, word in words.items() if isinstance(kind, cls)), type(kind).__name__)
+    word = next((word for cls, word in words.items() if isinstance(value_type, cls)), type(value_type).__name__)
     return f"{word}({dtype_name(inner) if isinstance(inner, ir.DataType) else type_name(inner)})"
 
 
