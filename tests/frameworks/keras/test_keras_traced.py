@@ -16,15 +16,56 @@ import onward
 from onward.engines import start
 from onward.errors import MismatchError
 
+keras = pytest.importorskip("keras")
+from keras import ops  # noqa: E402
+
 pytestmark = needs("keras", "tensorflow")
+
+
+class Belief(keras.optimizers.Optimizer):
+    """AdaBelief, with a factor for all variables that falls with each of them."""
+
+    def __init__(self, learning_rate=0.01, beta=0.9, name="belief", **settings):
+        super().__init__(learning_rate=learning_rate, name=name, **settings)
+        self.beta = beta
+
+    def build(self, variables):
+        if self.built:
+            return
+        super().build(variables)
+        self._m, self._v = self.add_optimizer_variables(variables, ["m", "v"])
+        self._factor = self.add_variable((), initializer="ones", name="factor")
+
+    def update_step(self, gradient, variable, learning_rate):
+        place = self._get_variable_index(variable)
+        rate, g = ops.cast(learning_rate, variable.dtype), ops.cast(gradient, variable.dtype)
+        t = ops.cast(self.iterations + 1, variable.dtype)
+        m, v = self._m[place], self._v[place]
+        self.assign(m, m * self.beta + (1 - self.beta) * g)
+        self.assign(v, v * 0.99 + 0.01 * ops.square(g - m))
+        self.assign(self._factor, self._factor * 0.999)
+        change = self._factor * (m / (1 - ops.power(self.beta, t))) / (ops.sqrt(v) + 1e-3)
+        self.assign_sub(variable, rate * change)
+
+    def get_config(self):
+        return {**super().get_config(), "beta": self.beta}
+
+
+class Erratic(Belief):
+    """Depends on a number of Python that nobody sees."""
+
+    calls = 0
+
+    def update_step(self, gradient, variable, learning_rate):
+        Erratic.calls += 1
+        self.assign_sub(variable, learning_rate * gradient / Erratic.calls)
+
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.standard_normal((6, 4)).astype("f"), RNG.integers(0, 3, 6)
 
 
 def compiled(optimizer: Any) -> Any:
-    import keras
-
     keras.utils.set_random_seed(0)
     layers = [keras.Input((4,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
@@ -54,9 +95,6 @@ def goes_on(model: Any) -> Any:
 
 
 def of_ones_own(begun: int) -> None:
-    import keras
-    from keras_optimizers import Belief
-
     rate = keras.optimizers.schedules.ExponentialDecay(0.02, 1, 0.9)
     model = compiled(Belief(rate, weight_decay=0.01, clipnorm=0.5))
     train(model, begun)
@@ -71,8 +109,6 @@ def test_a_class_of_ones_own() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Ftrl", "Adafactor"])
 def test_classes_of_keras(name: str) -> None:
-    import keras
-
     goes_on(compiled(getattr(keras.optimizers, name)(0.01)))
 
 
@@ -92,7 +128,5 @@ def test_other_backends(backend: str) -> None:
 
 
 def test_what_a_trace_does_not_see() -> None:
-    from keras_optimizers import Erratic
-
     with pytest.raises(MismatchError, match="by the optimizer Erratic is off"):
         onward.from_keras(compiled(Erratic()))
