@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -64,6 +68,15 @@ def named(inputs: Any, batch: Batch) -> dict[str, np.ndarray]:
     """A batch of Keras for an engine whose inputs have these names."""
     flat = [array for part in batch for array in (part if isinstance(part, list) else [part])]
     return dict(zip(inputs, flat, strict=True))
+
+
+def on_backend(backend: str, *arguments: str, folder: Path | None = None) -> None:
+    """Run Python in a process on a backend of Keras, with the files of this folder."""
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 def goes_on(run: Run, *, before: int = 2, steps: int = 5, within: float = 1e-5, **options: Any) -> Any:

@@ -242,7 +242,7 @@ def executed(proto: onnx.ModelProto, inputs: Arrays) -> list[np.ndarray]:
     import jax.numpy as jnp
 
     from onward.frameworks.jax.program.operators import INSTEAD
-    from onward.frameworks.jax.program.printer import GraphPrinter
+    from onward.frameworks.jax.program.recording import GraphPrinter
     from onward.frameworks.program.source_bundle import SourceBundle
 
     model, printer = onward.load(proto), GraphPrinter(SourceBundle(instead=INSTEAD, annotated=False))

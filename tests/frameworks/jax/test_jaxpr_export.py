@@ -48,7 +48,7 @@ def test_names() -> None:
     renamed = export(apply, params, x, input_names=["image"], names=list("abcd"))
     assert [value.name for value in (*renamed.inputs, *renamed.outputs)] == ["image", *"abcd"]
     same(results(renamed, [x["image"]], "onnxruntime"), apply(params, x))
-    with pytest.raises(UnsupportedError, match="there are 4 results, and names for 1"):
+    with pytest.raises(UnsupportedError, match="the function has 4 results, not 1"):
         export(apply, params, x, names=["a"])
 
 

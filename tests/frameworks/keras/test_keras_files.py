@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import zipfile
 
@@ -15,7 +13,7 @@ from marks import needs
 import onward
 
 keras = pytest.importorskip("keras")
-from keras_runs import batches, layers, named, real, whole  # noqa: E402
+from keras_runs import batches, layers, named, on_backend, real, whole  # noqa: E402
 
 from onward.engines import start  # noqa: E402
 from onward.errors import InvalidModelError, UnsupportedError  # noqa: E402
@@ -77,13 +75,7 @@ def prepared(name):
     raise ValueError(name)
 
 
-def in_a_process(folder, backend):
-    command, environment = [sys.executable, "-c", GOES_ON], {**os.environ, "KERAS_BACKEND": backend}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
-def goes_on(name, folder, *backends, go=in_a_process):
+def goes_on(name, folder, *backends, go=lambda folder, backend: on_backend(backend, "-c", GOES_ON, folder=folder)):
     """Both sides make the same steps, from the same file; their losses and their state are the same."""
     training, data = prepared(name)
     with start(training, threads=1) as engine:  # a run that has begun

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import os
-import subprocess
-import sys
 
 import numpy as np
 import onnx.parser
@@ -16,6 +13,7 @@ from node_tests import onnx_node_tests
 
 keras = pytest.importorskip("keras")
 from conformity import operator_of  # noqa: E402
+from keras_runs import on_backend  # noqa: E402
 
 from onward.engines.framework import NotOnHost  # noqa: E402
 from onward.engines.keras import ROWS  # noqa: E402
@@ -98,21 +96,7 @@ def test_all_cases():
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["jax", "torch"])
 def test_other_backends(backend):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        __file__,
-        "-k",
-        "all_cases or chosen",
-        "-p",
-        "no:cacheprovider",
-    ]
-    environment = {**os.environ, "KERAS_BACKEND": backend}
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout[-3000:]
+    on_backend(backend, "-m", "pytest", "-q", "-x", __file__, "-k", "all_cases or chosen", "-p", "no:cacheprovider")
 
 
 def test_what_the_table_lacks_is_named_at_once():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -18,6 +15,7 @@ from onward.errors import MismatchError
 
 keras = pytest.importorskip("keras")
 from keras import ops  # noqa: E402
+from keras_runs import on_backend  # noqa: E402
 
 pytestmark = needs("keras", "tensorflow")
 
@@ -116,15 +114,7 @@ def test_classes_of_keras(name: str) -> None:
 @pytest.mark.parametrize("backend", [pytest.param(name, marks=needs(name)) for name in ("jax", "torch")])
 def test_other_backends(backend: str) -> None:
     code = "import test_keras_traced as t; t.of_ones_own(0); t.of_ones_own(3)"
-    environment = {**os.environ, "KERAS_BACKEND": backend, "PYTHONPATH": str(TESTS / "support")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=TESTS / "frameworks" / "keras",
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    on_backend(backend, "-c", code, folder=TESTS / "frameworks" / "keras")
 
 
 def test_what_a_trace_does_not_see() -> None:

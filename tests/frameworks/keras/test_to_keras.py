@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import models
 import numpy as np
 import pytest
@@ -14,7 +10,7 @@ from marks import needs
 import onward
 
 keras = pytest.importorskip("keras")
-from keras_runs import Run, batches, layers, mlp, named, one_hot, real, step, whole  # noqa: E402
+from keras_runs import Run, batches, layers, mlp, named, on_backend, one_hot, real, step, whole  # noqa: E402
 
 from onward.engines import start  # noqa: E402
 from onward.errors import DataError, UnsupportedError  # noqa: E402
@@ -287,6 +283,4 @@ def test_losses_of_several_parts_in_pytorch():
 def test_other_backends(backend):
     """What has graphs of its own: forward passes, losses, optimizers, with dropout and statistics."""
     chosen = "fit or others or comes_back or dense or test_losses or lamb or nadam"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", chosen, "-p", "no:cacheprovider"]
-    done = subprocess.run(command, env={**os.environ, "KERAS_BACKEND": backend}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+    on_backend(backend, "-m", "pytest", "-q", "-x", __file__, "-k", chosen, "-p", "no:cacheprovider")

@@ -52,18 +52,18 @@ def from_jax(
       as `"cross_entropy"`, the predictions, `(params, inputs) -> outputs`
     - `params`: any tree: plain dicts, Flax, Equinox. Parameters are named by their path:
       `Dense_0/kernel`
-    - `example_inputs`: a batch, by name, whose first axis is dynamic; for predictions the
-      inputs only
+    - `example_inputs`: a batch, by name, with a dynamic first axis; with a `loss`, only the
+      inputs
     - `loss`: a loss of a recipe for the predictions of `function`
-    - `optimizer`, `opt_state`: of optax; without a state the run starts
-    - `statistics`: a tree of other arrays that `function` changes
+    - `optimizer`, `opt_state`: an optax optimizer and its state (default: the initial state)
+    - `statistics`: a tree of other arrays that `function` changes, such as running averages
     - `probe`: compare a few steps of both sides (default: True)
     """
     captured = _Captured(function, params, statistics, example_inputs)
     weights = captured.weights
     parts = ErrorCollector()
     with parts.collect():
-        check_function(captured, weights, statistics, example_inputs)
+        check_function(captured)
     with parts.collect():
         check_optimizer(optimizer, opt_state, weights)
     parts.refuse()
@@ -108,7 +108,7 @@ def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: 
 
 
 def _drop_idle(optimization: Optimization, idle: set[str]) -> Optimization:
-    """Leave out parameters that no result depends on, if their updates are zero."""
+    """Leave out parameters on which no result depends, if their updates are zero."""
     moving = []
     for group in optimization.groups:
         for name in idle.intersection(group.parameters):
@@ -144,9 +144,8 @@ class _Captured:
         params = jax.tree.map(lambda old, new: old if new is None else new, self.params, weights)
         if statistics is None:
             return self.function(params, batch)
-        return self.function(
-            params, jax.tree.map(lambda leaf: leaf, statistics), batch
-        )  # a copy, since the function may change it
+        copy = jax.tree.map(lambda leaf: leaf, statistics)  # the function may change it
+        return self.function(params, copy, batch)
 
     def model(self, results: list[str] | None) -> Model:
         names = list(named_leaves(self.batch)) if isinstance(self.batch, Mapping) else None
@@ -171,12 +170,12 @@ def _assemble(run: RunState, captured: _Captured) -> Model:
 
 
 def _bind(model: Model, name: str) -> None:
-    """Let a step replace a statistic by the output `<name>/next`, and a reset by its value now."""
+    """Let a step set a statistic to the output `<name>/next`, and a reset to its current value."""
     step, graph = model.step(), model.graph
     value = graph.initializers[name]
     assert value.const_value is not None
     value.const_value = with_tags(value.const_value, role="statistics")
-    output = next(candidate for candidate in graph.outputs if candidate.name == f"{name}/next")
+    output = next(output for output in graph.outputs if output.name == f"{name}/next")
     graph.outputs.remove(output)
     op = Builder(step.algorithm, opset=model.opset, names=model.names())
     result = op.Identity(output).named(f"{name}/new").like(value)
@@ -191,7 +190,7 @@ def _bind(model: Model, name: str) -> None:
     step.reset[name] = start.name
 
 
-# Errors of JAX where Python asks for the value of an array.
+# Errors of JAX where Python code needs the value of an array.
 _DECISIONS = (
     jax.errors.ConcretizationTypeError,
     jax.errors.NonConcreteBooleanIndexError,
@@ -200,18 +199,18 @@ _DECISIONS = (
 )
 
 
-def check_function(function: Callable[..., Any], weights: Any, statistics: Any, batch: Any) -> None:
-    """Refuse a function that fails with its example, which is the last argument."""
+def check_function(captured: _Captured) -> None:
+    """Refuse a function that fails with its example."""
     try:
         with no_chance("the function"):
-            jax.eval_shape(function, weights, statistics, batch)
+            jax.eval_shape(captured, captured.weights, captured.statistics, captured.batch)
     except _DECISIONS as error:
         raise UnsupportedError(
             f"Python code of the function depends on values of arrays: {first_line(error)}",
             hint="use `jnp.where`, `jax.lax.cond` or `jax.lax.scan`",
         ) from error
     except (TypeError, ValueError, LookupError, AttributeError) as error:
-        shapes = jax.tree.map(lambda leaf: getattr(leaf, "shape", leaf), batch)
+        shapes = jax.tree.map(lambda leaf: getattr(leaf, "shape", leaf), captured.batch)
         raise DataError(
             f"the function fails with the example: {type(error).__name__}: {first_line(error)}",
             hint=f"check names, shapes and types of the example: {shapes}",

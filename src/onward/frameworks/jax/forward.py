@@ -12,12 +12,12 @@ import optax
 
 from onward.arguments import checked
 from onward.constants import HALVES
-from onward.engines.framework_engine import interpreter
 from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import open_initializers
 from onward.frameworks.jax.optimizer import make_optimizer, read_optimizer
 from onward.frameworks.jax.probe import try_updates
+from onward.frameworks.jax.updates import execute_by_jax
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
@@ -33,17 +33,19 @@ from onward.transform.training import keep_only
 Arrays = Mapping[str, Any]
 Tree = dict[str, Any]
 
+_RUN_ITSELF = 'run the training model itself: `onward.engines.start(model, engine="jax")`'
+
 # Roles of the state of a training model -> keys of the state in JAX.
 KEYS = {"parameter": "params", "statistics": "statistics", "rng": "random"}
 
 
 class JaxTraining(NamedTuple):
-    """Training run in JAX. All functions are pure: JAX can compile, map and differentiate them."""
+    """Training run in JAX. All functions are pure: use `jax.jit`, `jax.vmap` and `jax.grad` on them."""
 
     step: Callable[[Tree, Arrays], tuple[Tree, dict[str, Any]]]
     """(state, batch) -> (new state, metrics)"""
     state: Tree
-    """`params`, `statistics`, `random` (the key of dropout), `opt_state`, `step`, and `ema` if there is one."""
+    """`params`, `statistics`, `random` (the key of dropout), `opt_state`, `step`, and `ema` with averages."""
     apply: Callable[[Tree, Arrays], dict[str, Any]]
     """(state, inputs) -> outputs of the model, in inference mode"""
     loss: Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]
@@ -98,28 +100,27 @@ def _check_rounding(run: RunState) -> None:
     clip = {"variant": "torch", **(run.clip or {"value": None})}
     clips = "value" not in clip and clip["variant"] == "torch" and {types[name] for name in run.parameters} <= {*HALVES}
     for group in run.groups:
-        is_theirs = isinstance(group.optimizer, Spec) and group.optimizer.options.get("variant") == "torch"
-        if (is_theirs or clips) and (narrow := [name for name in group.parameters if types[name] in HALVES]):
+        is_torch = isinstance(group.optimizer, Spec) and group.optimizer.options.get("variant") == "torch"
+        if (is_torch or clips) and (narrow := [name for name in group.parameters if types[name] in HALVES]):
             raise UnsupportedError(
                 f"{list_names(narrow, 5)} are updated in 16 bits as PyTorch rounds them, which optax does not",
-                hint='train it as it is, on JAX too: `onward.engines.start(model, engine="jax")`',
+                hint=_RUN_ITSELF,
             )
 
 
 class TrainingParts:
     """Parts of a training model for JAX."""
 
-    def __init__(self, model: Model, asked: int | None = None):
+    def __init__(self, model: Model, step: int | None = None):
         model = adopt(model)
-        index = step_of(model, asked)
+        index = step_of(model, step)
         self.model, self.index, self._states = model, index, states(model, index)
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
         strange = [s.name for s in self._states if s.role in ("master", "state")]
         strange += [s.name for s in carried_state(model, index)[len(self._states) :]]  # of other steps
         if strange:
             raise UnsupportedError(
-                f"the training model has state that optax has no place for: {', '.join(strange)}",
-                hint='train it as it is, on JAX too: `onward.engines.start(model, engine="jax")`',
+                f"the training model has state that optax has no place for: {', '.join(strange)}", hint=_RUN_ITSELF
             )
         self.run = from_training_model(model, index, forward=False)
         _check_rounding(self.run)
@@ -164,35 +165,24 @@ class TrainingParts:
 
     def loss(self) -> Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]:
         lowered, contract = self.forward()
-        loss_name = contract.loss
+        loss_name, keys = contract.loss, self.kinds
         assert loss_name is not None
-        types, keys = types_of(lowered), self.kinds
-        execute = interpreter(lowered, self.framework)
+        execute = execute_by_jax(lowered, self.framework)
 
         def loss(params: Arrays, state: Tree, batch: Arrays) -> tuple[Any, tuple[dict[str, Any], Tree]]:
-            with self.framework.active():
-                feeds = {**batch, **state["statistics"], **state["random"], **params, STEP: state["step"]}
-                results = execute({name: jnp.asarray(feeds[name], dtype) for name, dtype in types.items()})
-                changed: Tree = {key: dict(state[key]) for key in ("statistics", "random")}
-                for name, output in contract.update.items():
-                    changed[keys[name]][name] = results[output]
-                value = results[loss_name]
-                metrics = {name: results[name] for name in contract.metrics if name != loss_name}
-                return value, ({"loss": value, **metrics}, changed)
+            results = execute({**batch, **state["statistics"], **state["random"], **params, STEP: state["step"]})
+            changed: Tree = {key: dict(state[key]) for key in ("statistics", "random")}
+            for name, output in contract.update.items():
+                changed[keys[name]][name] = results[output]
+            value = results[loss_name]
+            metrics = {name: results[name] for name in contract.metrics if name != loss_name}
+            return value, ({"loss": value, **metrics}, changed)
 
         return loss
 
     def apply(self) -> Callable[[Tree, Arrays], dict[str, Any]]:
-        inference = self.inference()
-        types = types_of(inference)
-        execute = interpreter(inference, self.framework)
-
-        def apply(state: Tree, inputs: Arrays) -> dict[str, Any]:
-            with self.framework.active():
-                feeds = {**inputs, **state["statistics"], **state["params"]}
-                return execute({name: jnp.asarray(feeds[name], dtype) for name, dtype in types.items()})
-
-        return apply
+        execute = execute_by_jax(self.inference(), self.framework)
+        return lambda state, inputs: execute({**inputs, **state["statistics"], **state["params"]})
 
     def training(self, state: Tree, tx: optax.GradientTransformation) -> Model:
         """Return the training model with this state."""
@@ -206,7 +196,3 @@ class TrainingParts:
         for name, array in {**numbers, STEP: state["step"]}.items():
             model.set(name, np.asarray(array), self.index)
         return model
-
-
-def types_of(model: Model) -> dict[str, np.dtype]:
-    return {value.name or "": value.dtype.numpy() for value in model.graph.inputs if value.dtype}

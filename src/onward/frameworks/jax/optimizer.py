@@ -122,23 +122,22 @@ def _recognize_each(
 
 
 def _accumulation(tx: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any], Arrays, list[int]]:
-    """Return the parts inside `MultiSteps`, if there is one, and its options, state and count."""
+    """Return optimizer and state inside `MultiSteps`, if there is one, and its options, state and count."""
     steps = tx if isinstance(tx, optax.MultiSteps) else getattr(tx.update, "__self__", None)
     if not isinstance(steps, optax.MultiSteps):
         return tx, opt_state, {}, {}, []
     every, skips = steps._every_k_schedule, steps._should_skip_update_fn
     if {origin(every), origin(skips)} != {"MultiSteps.__init__"} or not steps._use_grad_mean:
         raise UnsupportedError(
-            "`MultiSteps` sums gradients, or decides at each update how many to accumulate",
+            "`MultiSteps` sums gradients, or accumulates a varying number of them",
             hint="use a number for `every_k_schedule`, and `use_grad_mean=True`",
         )
-    count = int(opt_state.mini_step)
-    state = {"micro_step": np.asarray(count, np.int64)}
-    sums = {f"accum/{name}": np.asarray(mean) * count for name, mean in named_leaves(opt_state.acc_grads).items()}
-    recipe = {"accumulate": int(free_variables(every)["every_k_schedule"])}
-    if recipe["accumulate"] == 1:
-        return steps.inner_opt, opt_state.inner_opt_state, {}, {}, [int(opt_state.gradient_step)]
-    return steps.inner_opt, opt_state.inner_opt_state, recipe, {**state, **sums}, [int(opt_state.gradient_step)]
+    inner, updates = (steps.inner_opt, opt_state.inner_opt_state), [int(opt_state.gradient_step)]
+    accumulate, count = int(free_variables(every)["every_k_schedule"]), int(opt_state.mini_step)
+    if accumulate == 1:
+        return *inner, {}, {}, updates
+    state = {f"accum/{name}": np.asarray(mean) * count for name, mean in named_leaves(opt_state.acc_grads).items()}
+    return *inner, {"accumulate": accumulate}, {"micro_step": np.asarray(count, np.int64), **state}, updates
 
 
 def _take_clipping(
@@ -153,7 +152,7 @@ def _take_clipping(
         return {"value": number(first.arguments, "max_delta")}, rest[1:]
     if named_leaves(first.params).keys() != trained:
         raise UnsupportedError(
-            f"`{name}` is not about the gradients of all trained parameters",
+            f"`{name}` does not clip the gradients of all trained parameters",
             hint="put it around all groups, and leave frozen parameters out of `params`",
         )
     if name == "exact_clip":
@@ -177,10 +176,11 @@ def _rates(
     if any(lr < 0 for lr, _ in rates.values()):
         problems.append(UnsupportedError("the learning rate is negative: updates go up the gradient"))
     if len({str(schedule) for _, schedule in rates.values()}) > 1:
-        problems.append(UnsupportedError("schedules of groups differ by more than a factor, which a recipe cannot say"))
+        message = "schedules of groups differ by more than a factor, which a recipe cannot express"
+        problems.append(UnsupportedError(message))
     if any(r.needs_constant_rate and rates.get(name, (0, []))[1] for name, r in recognized.items()):
-        side = "momentum of RMSprop on this side of a changing learning rate"
-        problems.append(UnsupportedError(f"{side} has no counterpart in a recipe"))
+        order = "RMSprop with momentum and a schedule in this order"
+        problems.append(UnsupportedError(f"{order} has no counterpart in a recipe"))
     return rates
 
 
@@ -200,7 +200,7 @@ def make_optimizer(run: RunState, params: Mapping[str, Any]) -> tuple[optax.Grad
     for group in run.groups:
         spec = group.optimizer
         is_rmsprop = isinstance(spec, Spec) and spec.name == "rmsprop" and spec.options.get("variant") != "torch"
-        if is_rmsprop and is_native(group.spec):  # the rate, with the sign of updates, is in its momentum
+        if is_rmsprop and is_native(group.spec):  # its momentum contains the rate with the sign of updates
             names = (f"{name}/momentum_buffer" for name in group.parameters)
             slots |= {name: -slots[name] for name in names if name in slots}
     with jax.enable_x64(True):

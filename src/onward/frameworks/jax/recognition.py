@@ -63,7 +63,8 @@ def recognize(chain: Sequence[Transformation]) -> Recognized:
     if trust:
         if name != "adam":
             raise UnsupportedError(
-                f"`scale_by_trust_ratio` after {name} has no counterpart in a recipe, only after Adam"
+                f"`scale_by_trust_ratio` after {name} has no counterpart in a recipe",
+                hint="put it after `optax.scale_by_adam()`",
             )
         name, options = "lamb", {**options, **_numbers(trust), "weight_decay": 0.0}
     options |= _decay(name, options, coupled, decoupled)
@@ -103,7 +104,7 @@ class _Tokens:
         if self._left:
             unknown = [t.name for t in self._left if t.name not in _KNOWN] or [self._left[0].name]
             names = ", ".join(f"`{name}`" for name in unknown)
-            raise UnsupportedError(f"{names} at this place of the chain has no counterpart in a recipe")
+            raise UnsupportedError(f"{names} has no counterpart in a recipe at this position of the chain")
 
 
 def _rate(scale: Transformation) -> ChainRate:
@@ -162,8 +163,8 @@ _WITH_DECAY = {"sgd": "sgdw", "adam": "adamw"}
 
 def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: float) -> dict[str, Any]:
     if coupled and decoupled:
-        raise UnsupportedError("it has both coupled and decoupled weight decay")
-    kind, always = optimizer(name), configure(Spec(name, options)).decouples
+        raise UnsupportedError("it has coupled and decoupled weight decay")
+    definition, always = optimizer(name), configure(Spec(name, options)).decouples
     if coupled and always:
         raise UnsupportedError(f"weight decay before {name} has no counterpart in a recipe", hint="put it after")
     if coupled:
@@ -172,9 +173,9 @@ def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: flo
         return {}
     if name in _WITH_DECAY or always:
         return {"weight_decay": decoupled}
-    if "decoupled_weight_decay" in kind.options:
+    if "decoupled_weight_decay" in definition.options:
         return {"weight_decay": decoupled, "decoupled_weight_decay": True}
-    if options["variant"] == "optax" and "keras" in kind.variants:  # which decouples, and may be the same else
+    if options["variant"] == "optax" and "keras" in definition.variants:  # decoupled, and may be equal otherwise
         optax, keras = (configure(Spec(name, {**options, "variant": variant})) for variant in ("optax", "keras"))
         if optax.kind.choose(optax.settings, None).update is keras.kind.choose(keras.settings, None).update:
             return {"weight_decay": decoupled, "variant": "keras"}
@@ -190,7 +191,7 @@ def _with_momentum(
         return Recognized(spec, rate)
     name, options = spec.name, dict(spec.options)
     if inner and outer:
-        raise UnsupportedError("it has momentum both before and after the learning rate")
+        raise UnsupportedError("it has momentum before and after the learning rate")
     if name in ("sgd", "sgdw"):
         if outer and options.get("weight_decay"):
             raise UnsupportedError("weight decay before a rate with momentum after it has no counterpart in a recipe")
@@ -239,5 +240,5 @@ def _ours(arguments: Mapping[str, Any]) -> Recognized:
     """Return the optimizer of a transformation that `to_jax` made."""
     rate, rules = arguments["rate"], arguments.get("rules")
     rule = next(iter(rules.values()))[1] if rules else arguments["rule"]
-    optimizer = free_variables(rule)["function" if rules is None else "spec"]
+    optimizer = free_variables(rule)["function" if rules is None else "spec"]  # as updates.py names them
     return Recognized(optimizer, ChainRate(-1.0, rate) if callable(rate) else ChainRate(-float(rate)))

@@ -1,14 +1,14 @@
 """Updates that optax lacks, as optax transformations that JAX executes.
 
-They are the definitions of recipe/optimizers/updates.py, or optimizers that a training model has as
-a function.
+They execute the definitions of recipe/optimizers/updates.py, or the optimizer that a training model
+holds as a function.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,8 +36,9 @@ Function = Callable[[Mapping[str, Any]], dict[str, Any]]  # of arrays by name
 Sizes = tuple[tuple[int, ...], str]  # a shape, and the name of a type
 
 
-def recipe_optimizer(spec: Spec, names: Iterable[str], rate: Rate) -> optax.GradientTransformation:
-    """Return an optimizer of a recipe for these parameters, with this learning rate."""
+def recipe_optimizer(group: ParameterGroup, rate: Rate) -> optax.GradientTransformation:
+    """Return the optimizer of a group, with this learning rate."""
+    spec = group.spec
 
     def begin(x: Any) -> dict[str, Any]:
         with Jax().active():
@@ -48,11 +49,11 @@ def recipe_optimizer(spec: Spec, names: Iterable[str], rate: Rate) -> optax.Grad
         new = _update(str(spec), sizes_of(x))({"x": x, "g": g, **slots, "lr": lr, "t": t})
         return new["x/new"], {name: new[f"{name}/new"] for name in slots}
 
-    return transformation(dict.fromkeys(names, (begin, rule)), rate)
+    return transformation(dict.fromkeys(group.parameters, (begin, rule)), rate)
 
 
 def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
-    """Return successive schedules of a recipe as a function of the count of updates."""
+    """Return successive schedules of a recipe as a function: count of updates -> rate."""
 
     def rate(count: Any) -> Any:
         return _rate(tuple(map(str, specs)), lr)({"step": count})["rate"]
@@ -63,8 +64,7 @@ def rate_of(specs: Sequence[Spec], lr: float) -> Callable[[Any], Any]:
 def function_optimizer(function: FunctionOptimizer, group: str, rate: Rate) -> optax.GradientTransformation:
     """Return a function as an optimizer of the parameters of a group, with this learning rate."""
     names, stored_names = function.parameters, places_of(function, group)
-    results = [value.name or "" for value in function.update.graph.outputs]
-    run = execute_by_jax(inline(function.update))
+    run = execute_by_jax(inline(function.update), Jax())
 
     def begin() -> dict[str, Any]:
         return {stored_names[name]: jnp.asarray(array) for name, array in initial_state(function).items()}
@@ -72,13 +72,10 @@ def function_optimizer(function: FunctionOptimizer, group: str, rate: Rate) -> o
     def rule(params: Any, gradients: Any, state: Any, lr: Any, t: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         feeds = {RATE: lr, COUNT: t, **{name: state[stored_name] for name, stored_name in stored_names.items()}}
         feeds |= {name: params[name] for name in names} | {gradient_of(name): gradients[name] for name in names}
-        results_by_name = run({value.name: feeds[value.name] for value in function.inputs if value.name})
-        after = dict(
-            zip([*names, *stored_names.values()], (results_by_name[result] for result in results), strict=True)
-        )
-        return {name: after[name] for name in names}, {
-            stored_name: after[stored_name] for stored_name in stored_names.values()
-        }
+        after = run(feeds)
+        new = [after[value.name or ""] for value in function.update.graph.outputs]
+        new_params = dict(zip(names, new, strict=False))
+        return new_params, dict(zip(stored_names.values(), new[len(names) :], strict=True))
 
     return joint(names, rule, begin, rate)
 
@@ -105,9 +102,7 @@ class OptaxObjects:
     rate_of = staticmethod(rate_of)
     exact_clip = staticmethod(exact_clip)
     function_optimizer = staticmethod(function_optimizer)
-
-    def recipe_optimizer(self, group: ParameterGroup, rate: Rate) -> optax.GradientTransformation:
-        return recipe_optimizer(group.spec, group.parameters, rate)
+    recipe_optimizer = staticmethod(recipe_optimizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(optax, name)
@@ -118,7 +113,7 @@ OBJECTS = OptaxObjects()
 
 @functools.lru_cache(maxsize=256)
 def _update(spec: str, sizes: Sizes) -> Function:
-    return execute_by_jax(update_model(parse(spec), sizes))
+    return execute_by_jax(update_model(parse(spec), sizes), Jax())
 
 
 def update_model(spec: Spec, sizes: Sizes) -> Model:
@@ -134,7 +129,7 @@ def update_model(spec: Spec, sizes: Sizes) -> Model:
 
 @functools.lru_cache(maxsize=64)
 def _rate(specs: tuple[str, ...], lr: float) -> Function:
-    return execute_by_jax(rate_model([parse(spec) for spec in specs], lr))
+    return execute_by_jax(rate_model([parse(spec) for spec in specs], lr), Jax())
 
 
 def rate_model(specs: Sequence[Spec], lr: float) -> Model:
@@ -170,17 +165,22 @@ def _model(op: Builder, outputs: Mapping[str, Expr]) -> Model:
     return inline(model_of(op.graph, op.functions.values()))
 
 
-def execute_by_jax(model: Model) -> Function:
-    """Return the function of a model without functions, which is changed."""
-    types = {value.name: value.dtype.numpy() for value in model.graph.inputs if value.dtype}
-    framework = Jax()
-    execute = interpreter(model, framework)
+def execute_by_jax(model: Model, framework: Jax) -> Function:
+    """Return a model without functions, which is changed, as a function of arrays by name.
+
+    It converts its inputs, and ignores other arrays.
+    """
+    types, execute = types_of(model), interpreter(model, framework)
 
     def run(arrays: Mapping[str, Any]) -> dict[str, Any]:
         with framework.active():
-            return execute({name: jnp.asarray(array, types[name]) for name, array in arrays.items()})
+            return execute({name: jnp.asarray(arrays[name], dtype) for name, dtype in types.items()})
 
     return run
+
+
+def types_of(model: Model) -> dict[str, np.dtype]:
+    return {value.name or "": value.dtype.numpy() for value in model.graph.inputs if value.dtype}
 
 
 def _configure(spec: Spec) -> ConfiguredOptimizer:

@@ -23,7 +23,7 @@ from onward.vocabulary.keras import Rate, Refused
 
 @checked(types=False)
 def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model:
-    """Convert a compiled Keras model into a training model that continues its run.
+    """Return the training model that continues the run of a compiled Keras model.
 
         training = onward.from_keras(model)
 
@@ -34,8 +34,7 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
     - `approx`: on TensorFlow, most Keras optimizers square the gradients of an Embedding row by
       row, before those of the same token are summed. True sums them first, as on all other
       backends. False refuses such a model (default: False)
-    - `probe`: compare three steps of a copy of the model with three of the training model, on
-      random data and without dropout; the first difference is an error (default: True)
+    - `probe`: compare three steps of both sides on random data, without dropout (default: True)
     """
     if hasattr(model, "to_training_model"):
         restored: Model = model.to_training_model()
@@ -78,13 +77,13 @@ def _check_kind(model: Any) -> None:
         raise UnsupportedError("this is not a compiled Keras model", hint="call `model.compile(...)` first")
     if not model.built or not hasattr(functional_of(model), "_nodes_by_depth"):
         raise UnsupportedError(
-            f"the model `{model.name}` is a subclass with Python of its own, or was not built yet",
+            f"the model `{model.name}` is a subclass with its own Python code, or is not built",
             hint="make it of layers: `keras.Sequential` with an Input, or `keras.Model(inputs, outputs)`",
         )
 
 
 def _types(model: Any) -> list[str]:
-    """Refuse types other than Keras's default type, in which Keras computes losses."""
+    """Return a problem if types differ from Keras's default type, in which it computes losses."""
     dtypes = {str(keras.backend.standardize_dtype(v.dtype)) for v in model.trainable_variables}
     dtypes |= {layer.compute_dtype for layer in model._flatten_layers() if layer.variables}
     other = sorted(dtypes - {keras.config.floatx()})
@@ -92,7 +91,7 @@ def _types(model: Any) -> list[str]:
 
 
 def _sparse(model: Any) -> list[str]:
-    """Refuse optimizers that are not linear in gradients of an Embedding, whose rows repeat."""
+    """Return a problem if the optimizer is not linear in gradients of an Embedding, whose rows repeat."""
     name = type(model.optimizer).__name__
     tables = [
         layer.name for layer in model._flatten_layers() if type(layer).__name__ == "Embedding" and layer.trainable
@@ -127,25 +126,19 @@ def _groups(optimizer: Any, lr: float, variables: Sequence[Any], graph: LayerGra
     ]
 
 
-_ANY_OPTIMIZER: dict[str, Any] = {
-    "module": "keras.optimizers",
-    "class_name": "SGD",
-    "config": {},
-    "registered_name": None,
-}
-
-
 def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tuple[int, ...]]]) -> Model:
-    """Return a training model with the layers and the loss of a configuration, and any optimizer.
+    """Return a training model with the layers and the loss of a configuration, and SGD as optimizer.
 
-    `names` are the names and shapes of the variables in Keras's order. Keras creates only its own classes.
+    `names` are the names and shapes of the variables in Keras's order. Only classes of Keras are
+    created.
     """
-    compiled = {**config.get("compile_config", {}), "optimizer": _ANY_OPTIMIZER, "metrics": None, "run_eagerly": False}
+    sgd: dict[str, Any] = {"module": "keras.optimizers", "class_name": "SGD", "config": {}, "registered_name": None}
+    compiled = {**config.get("compile_config", {}), "optimizer": sgd, "metrics": None, "run_eagerly": False}
     if not compiled.get("loss"):
         raise UnsupportedError("the model was saved without its loss", hint="give a training model with `--like`")
     try:
         model = keras.saving.deserialize_keras_object({**config, "compile_config": compiled}, safe_mode=True)
-    except Exception as error:  # only classes of Keras run here, and Keras raises whatever a layer does
+    except Exception as error:  # layers of Keras raise errors of all types
         raise UnsupportedError(
             f"Keras cannot make the layers of the file: {first_line(error)}", hint="give the ONNX model with `--like`"
         ) from error
@@ -156,5 +149,5 @@ def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tup
             "the layers of the file have other variables than are stored", hint="give the ONNX model with `--like`"
         )
     for variable, (name, _) in zip(variables, names, strict=True):
-        variable._path = name  # loaded layers do not know the models around them, in which they got their names
+        variable._path = name  # a loaded layer lacks the names of the models around it
     return from_keras(model, probe=False, approx=True)

@@ -85,7 +85,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         if len(names) != len(arrays):
             raise DataError(
                 f"the loss takes {len(names)} targets, not {len(arrays)}",
-                hint=f"give `y` as [{', '.join(names)}]" if names else "leave `y` out: the model has its loss inside",
+                hint=f"give `y` as [{', '.join(names)}]" if names else "leave `y` out: the model computes its loss",
             )
         return dict(zip(names, arrays, strict=True))
 
@@ -100,7 +100,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         """Return the training model with the current state."""
         if self.optimizer is not self._compiled_with:
             raise UnsupportedError(
-                "the model was compiled again, with a loss or optimizer that its training model lacks",
+                "the model was compiled again, with a loss or optimizer of its own",
                 hint="`onward.prepare` its inference model with the new loss and optimizer",
             )
         model = self.source.copy()
@@ -130,7 +130,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
 
 
 class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
-    """Update of a training model as its graph: optimizers, schedule, clipping and averages."""
+    """Optimizer that runs the update graph of a training model: optimizers, schedule, clipping, averages."""
 
     def __init__(self, model: Model, variables: Mapping[str, Any], learning_rate: float):
         super().__init__(learning_rate=learning_rate, name="training")
@@ -151,7 +151,7 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
     def learning_rate(self, learning_rate: Any) -> None:
         raise UnsupportedError(
             "the learning rate and its schedule belong to the training model",
-            hint="change it there: `training.set('group0/lr', ...)`, and convert again",
+            hint="change it there, and convert again: `training.set('group0/lr', 1e-4)`",
         )
 
     def build(self, variables: Any) -> None:
@@ -179,7 +179,8 @@ class GraphOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]
 
 
 def variable(name: str, array: np.ndarray, *, trainable: bool) -> Any:
-    """Return a variable with a path like the name. On PyTorch, names have no dots."""
+    """Return a variable whose path is the name, without characters that Keras refuses."""
+    # On PyTorch, Keras registers variables as parameters, whose names must have no dots.
     plain = name.replace(".", "/") if keras.backend.backend() == "torch" else name
     *scopes, last = [scope_name for scope_name in plain.split("/") if scope_name]
     with contextlib.ExitStack() as stack:

@@ -86,7 +86,7 @@ class LayerGraph:
             return self._layer(node, arguments, named)
         except Refused as reason:
             self.problems.append(f"{type(layer).__name__} `{layer.name}` {reason}")
-            # Placeholders, so that all problems are reported at once.
+            # Placeholders let the others be checked, so that all problems are reported at once.
             dtypes = [ir.DataType.from_numpy(np.dtype(x.dtype)) for x in node.outputs]
             values = [ir.Value(type=ir.TensorType(dtype)) for dtype in dtypes]
             return [Tensor(x.shape, plain=self.op(value)) for x, value in zip(node.outputs, values, strict=True)]
@@ -137,10 +137,10 @@ def trace_layer(op: Builder, node: Any, arguments: Any, weight: Callable[[Any], 
     """Return the results of a custom layer, traced on Keras's backend."""
     layer = node.operation
     if not isinstance(layer, keras.layers.Layer):
-        raise Refused("is an operation without a counterpart")
+        raise Refused("is an operation without a counterpart in ONNX")
     if any(inner._seed_generators for inner in layer._flatten_layers()):
-        raise Refused("draws random numbers: let Keras's own Dropout do so, beside it")
-    call = _Call(layer, arguments)
+        raise Refused("draws random numbers: use a Dropout layer of Keras beside it")
+    call = _LayerCall(layer, arguments)
     try:
         model = _export(call)
     except Refused:
@@ -151,7 +151,7 @@ def trace_layer(op: Builder, node: Any, arguments: Any, weight: Callable[[Any], 
     return _place_graph(op, model, sources, layer.name)
 
 
-class _Call:
+class _LayerCall:
     """Call of a layer as a function of its input tensors and its variables."""
 
     def __init__(self, layer: Any, arguments: Any):
@@ -190,17 +190,17 @@ class _Call:
         return any(not np.array_equal(x, y, equal_nan=True) for x, y in zip(*both, strict=True))
 
 
-def _export(call: _Call) -> Model:
+def _export(call: _LayerCall) -> Model:
     """Return the graph of a call, on the backend that Keras uses."""
     if call.differs_in_training():
-        raise Refused("computes something else in training")
+        raise Refused("computes something different in training")
     match keras.backend.backend():
         case "jax":
             from onward.frameworks.jax.jaxpr import export
 
             if any(None in tensor.shape[1:] for tensor in call.tensors):
-                raise Refused("has inputs of more than one open size, which is not traced on JAX, but on TensorFlow")
-            # JAX frees each axis that is as long as the batch, so the batch has a size that no variable has.
+                raise Refused("has inputs of several dynamic sizes, which is not traced on JAX, but on TensorFlow")
+            # Each axis that is as long as the batch becomes dynamic, so the batch has a size that no variable has.
             sizes = {size for variable in call.variables for size in variable.shape}
             samples = next(size for size in itertools.count(_SAMPLES) if size not in sizes)
             examples = [np.zeros([size or 1 for size in shape], dtype) for shape, dtype in call.examples(samples)]

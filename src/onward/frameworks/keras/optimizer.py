@@ -28,27 +28,27 @@ def array_of(variable: Any) -> np.ndarray:
     return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
-def twin_of(optimizer: Any, variables: Iterable[tuple[Any, Any]], **changed: Any) -> Any:
+def new_optimizer(optimizer: Any, variables: Iterable[tuple[Any, Any]], **changed: Any) -> Any:
     """Return a new optimizer with the same settings, except for `changed`.
 
     `variables` are pairs: a variable of the optimizer, and the one that replaces it. Weight decay
     spares the same variables.
     """
-    twin = type(optimizer).from_config({**optimizer.get_config(), **changed})
+    new = type(optimizer).from_config({**optimizer.get_config(), **changed})
     if spared := [theirs for ours, theirs in variables if not optimizer._use_weight_decay(ours)]:
-        twin.exclude_from_weight_decay(var_list=spared)
-    return twin
+        new.exclude_from_weight_decay(var_list=spared)
+    return new
 
 
 def copy_optimizer(optimizer: Any, variables: Sequence[tuple[Any, Any]]) -> Any:
     """Return an optimizer with the same settings and state for other variables."""
-    twin = twin_of(optimizer, variables)
+    copy = new_optimizer(optimizer, variables)
     if optimizer.built:
-        twins = {id(ours): theirs for ours, theirs in variables}
-        twin.build([twins[id(variable)] for variable in optimizer._trainable_variables])
-        for ours, theirs in zip(optimizer.variables, twin.variables, strict=True):
+        replacements = {id(ours): theirs for ours, theirs in variables}
+        copy.build([replacements[id(variable)] for variable in optimizer._trainable_variables])
+        for ours, theirs in zip(optimizer.variables, copy.variables, strict=True):
             theirs.assign(ours.value)
-    return twin
+    return copy
 
 
 def row_of(optimizer: Any) -> KerasRow | None:
@@ -91,11 +91,10 @@ def recipe_of(optimizer: Any) -> dict[str, Any]:
 
 
 def slots_of(optimizer: Any, variable: Any) -> dict[str, np.ndarray]:
-    """Return the state of a variable, by slot."""
-    row = row_of(optimizer)
-    if not optimizer.built or row is None:
+    """Return the state that a built optimizer has for a variable, by slot."""
+    row, index = row_of(optimizer), optimizer._get_variable_index(variable)
+    if row is None:
         return {}
-    index = optimizer._get_variable_index(variable)
     lists = {ours: getattr(optimizer, theirs, None) for ours, theirs in row.slots.items()}
     slots = {ours: array_of(variables[index]) for ours, variables in lists.items() if variables}
     shared = {ours: array_of(getattr(optimizer, theirs)).astype(np.float64) for ours, theirs in row.shared.items()}
@@ -103,14 +102,11 @@ def slots_of(optimizer: Any, variable: Any) -> dict[str, np.ndarray]:
 
 
 def state_of(optimizer: Any, names: Mapping[int, str], variables: list[Any]) -> dict[str, np.ndarray]:
-    """Return the whole state of an optimizer, by the names of a training model."""
+    """Return the state of an optimizer, by the names of a training model."""
     state: dict[str, np.ndarray] = {}
-    for variable in variables:
-        name = names[id(variable)]
+    for variable in variables if optimizer.built else ():
+        name, index = names[id(variable)], optimizer._get_variable_index(variable)
         state |= {f"{name}/{slot}": array for slot, array in slots_of(optimizer, variable).items()}
-        if not optimizer.built:
-            continue
-        index = optimizer._get_variable_index(variable)
         if optimizer.use_ema:
             state[f"ema/{name}"] = array_of(optimizer._model_variables_moving_average[index])
         if optimizer.gradient_accumulation_steps:
@@ -124,7 +120,7 @@ def state_of(optimizer: Any, names: Mapping[int, str], variables: list[Any]) -> 
 
 
 def make_optimizer(run: RunState, variables: Mapping[str, Any]) -> Any | None:
-    """Return the Keras optimizer with the state of a run; None if no optimizer computes the same.
+    """Return the Keras optimizer with the state of a run; None if Keras has none that computes the same.
 
     `variables` are those of the model, by name.
     """
@@ -133,10 +129,11 @@ def make_optimizer(run: RunState, variables: Mapping[str, Any]) -> Any | None:
         return None
     if run.clip is not None and has_replicas():  # Keras clips before it sums the gradients of replicas
         return None
+    if run.recipe.keys() - {"seed"}:  # Keras counts and starts accumulation, averages and scales differently
+        return None
     rate, clip = make_schedule(run.groups[0].lr, run.schedule), write_clip(run.clip)
     common = [group.spec.without("weight_decay") for group in run.groups]  # Keras has one for all parameters
-    other = run.recipe.keys() - {"seed"}  # Keras counts and starts accumulation, averages and scales differently
-    if rate is None or clip is None or other or any(spec != common[0] for spec in common):
+    if rate is None or clip is None or any(spec != common[0] for spec in common):
         return None
     configured = [configure(group.spec) for group in run.groups]
     row = row_for(KERAS_ROWS.values(), configured[0])
@@ -171,10 +168,7 @@ def make_optimizer(run: RunState, variables: Mapping[str, Any]) -> Any | None:
 
 
 # Settings that are options of a recipe, not of the update, with the values that turn them off.
-_RECIPE_SETTINGS = {
-    **dict.fromkeys((*CLIPS, "loss_scale_factor", "gradient_accumulation_steps")),
-    "use_ema": False,
-}
+_RECIPE_SETTINGS = {**dict.fromkeys((*CLIPS, "loss_scale_factor", "gradient_accumulation_steps")), "use_ema": False}
 
 
 class _Slot(NamedTuple):
@@ -186,36 +180,34 @@ class _Slot(NamedTuple):
 
 
 def trace_update(optimizer: Any, variables: Sequence[Any], names: Mapping[int, str], lr: float) -> FunctionOptimizer:
-    """Return the traced and tested update of all variables; `names` are by `id`."""
+    """Return the update of all variables, traced and compared with Keras; `names` are by `id`."""
     class_name = type(optimizer).__name__
-    twin = _Twin(optimizer, variables, lr)
+    traced = _TracedOptimizer(optimizer, variables, lr)
     parameters = [names[id(variable)] for variable in variables]
     taken = Names([RATE, COUNT, *parameters, *map(gradient_of, parameters)])
-    slots = [taken.fresh(s.name if s.owner is None else f"{parameters[s.owner]}/{s.name}") for s in twin.slots]
+    slots = [taken.fresh(s.name if s.owner is None else f"{parameters[s.owner]}/{s.name}") for s in traced.slots]
     try:
-        update = _export(twin)
+        update = _export(traced)
     except Error:
         raise
     except Exception as error:
         raise UnsupportedError(
             f"an update of the optimizer {class_name} cannot be traced: {first_line(error)}",
-            hint="compute with `keras.ops`, and let nothing depend on numbers of Python that change",
+            hint="compute with `keras.ops`, and not with Python numbers that change",
         ) from error
     update.graph.name = class_name
     name_inputs(update, [RATE, COUNT, *parameters, *map(gradient_of, parameters), *slots])
     trained = list(map(id, optimizer._trainable_variables)) if optimizer.built else []
-    if (
-        trained
-        and trained != list(map(id, variables))
-        and any(s.owner is None and s.variable.shape for s in twin.slots)
-    ):
+    has_common_tensors = any(s.owner is None and s.variable.shape for s in traced.slots)
+    if trained and trained != list(map(id, variables)) and has_common_tensors:
         raise UnsupportedError(
-            f"the optimizer {class_name} has tensors that belong to no variable, and variables without use",
-            hint="leave variables that the loss does not depend on out of the model",
+            f"the optimizer {class_name} has tensors that belong to no variable, and unused variables",
+            hint="leave variables on which the loss does not depend out of the model",
         )
-    values = _Twin(optimizer, optimizer._trainable_variables, lr).values_of(optimizer) if optimizer.built else {}
-    initial = {}
-    for name, slot in zip(slots, twin.slots, strict=True):
+    values, initial = {}, {}
+    if optimizer.built:
+        values = _TracedOptimizer(optimizer, optimizer._trainable_variables, lr).values_of(optimizer)
+    for name, slot in zip(slots, traced.slots, strict=True):
         variable = None if slot.owner is None else id(variables[slot.owner])
         owner = trained.index(variable) if variable in trained else None
         initial[name] = values.get((owner, slot.name), array_of(slot.variable))
@@ -223,36 +215,36 @@ def trace_update(optimizer: Any, variables: Sequence[Any], names: Mapping[int, s
     function.check()
 
     def state() -> Arrays:
-        return dict(zip([*parameters, *slots], twin.state(), strict=True))
+        return dict(zip([*parameters, *slots], traced.state(), strict=True))
 
     def step(trial: Trial) -> Arrays:
-        twin.step([trial.gradients[name] for name in parameters], lr * trial.factor)
+        traced.step([trial.gradients[name] for name in parameters], lr * trial.factor)
         return state()
 
     compare_updates(update_by(function), step, state(), parameters, optimizer=f"the optimizer {class_name}")
     return function
 
 
-def _export(twin: _Twin) -> Model:
+def _export(traced: _TracedOptimizer) -> Model:
     """Return the graph of an update, on the backend that Keras uses."""
-    examples = twin.examples()
+    examples = traced.examples()
     match keras.backend.backend():
         case "jax":
             from onward.frameworks.jax.jaxpr import export
 
-            return export(lambda _, *tensors: twin.update(*tensors), {}, *examples, batch=None)
+            return export(lambda _, *tensors: traced.update(*tensors), {}, *examples, batch=None)
         case "tensorflow":
             from onward.frameworks.tensorflow.capture import export_function
 
-            return export_function(twin.update_in_place, examples)
+            return export_function(traced.update_in_place, examples)
         case _:
             from onward.frameworks.torch.traced.symbolic_numbers import exported_update
 
-            return exported_update(twin.update, tuple(map(keras.ops.convert_to_tensor, examples)))
+            return exported_update(traced.update, tuple(map(keras.ops.convert_to_tensor, examples)))
 
 
-class _Twin:
-    """Optimizer of the same class and settings, with copies of the variables."""
+class _TracedOptimizer:
+    """Optimizer of the same class and settings for copies of the variables, which is traced."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], lr: float):
         settings = {name: off for name, off in _RECIPE_SETTINGS.items() if name in optimizer.get_config()}
@@ -260,7 +252,7 @@ class _Twin:
             keras.Variable(array_of(v), dtype=v.dtype, name=f"variable{i}") for i, v in enumerate(variables)
         ]
         pairs = zip(variables, self._variables, strict=True)
-        self._optimizer = twin_of(optimizer, pairs, learning_rate=lr, **settings)
+        self._optimizer = new_optimizer(optimizer, pairs, learning_rate=lr, **settings)
         self._owners: dict[int, tuple[int, str]] = {}
         self._watch()
         self._optimizer.build(self._variables)

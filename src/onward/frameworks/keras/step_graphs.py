@@ -41,21 +41,18 @@ class GraphKeras(Keras):
     """Keras while it executes or traces a graph, on any device. Sizes may be dynamic."""
 
     def __init__(self) -> None:
-        rows = {name: as_operator(row, as_lists, functools.partial(self.call, name, row)) for name, row in ROWS.items()}
-        self.operators = Operators({**CONTROL, **rows, **self.sizes()})
-        self.on_host = on_host(self.operators, self.tensor)
-
-    def call(self, operator: str, function: Function, /, *inputs: Any, **attributes: Any) -> Any:
-        return function(*inputs, **attributes)
-
-    def sizes(self) -> dict[str, Function]:
         def shape(x: Any, *, start: int = 0, end: int | None = None) -> np.ndarray:
             return vector(self.shape_of(x)[start:end])
 
         def size(x: Any) -> np.ndarray:
             return np.asarray(np.prod(vector(self.shape_of(x))))
 
-        return {"Shape": shape, "Size": size}
+        rows = {name: as_operator(row, as_lists, functools.partial(self.call, name, row)) for name, row in ROWS.items()}
+        self.operators = Operators({**CONTROL, **rows, "Shape": shape, "Size": size})
+        self.on_host = on_host(self.operators, self.tensor)
+
+    def call(self, operator: str, function: Function, /, *inputs: Any, **attributes: Any) -> Any:
+        return function(*inputs, **attributes)
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -87,7 +84,7 @@ def interpret(model: Model, framework: GraphKeras) -> Interpreter:
 
 def no_gradient_inside() -> UnsupportedError:
     return UnsupportedError(
-        "the graph has a `Gradient` operator, which Keras's operations do not express",
+        "the graph has a `Gradient` operator, which Keras has no operation for",
         hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
     )
 
@@ -253,25 +250,15 @@ def sum_over_replicas(gradients: Sequence[Any]) -> Sequence[Any]:
     return context.all_reduce(tf.distribute.ReduceOp.SUM, [ops.convert_to_tensor(g) for g in gradients])
 
 
-def batch_normalization(
-    x: Any,
-    scale: Any,
-    bias: Any,
-    mean: Any,
-    variance: Any,
-    *,
-    epsilon: float = 1e-5,
-    momentum: float = 0.9,
-    training_mode: int = 0,
-) -> Any:
+def batch_normalization(*inputs: Any, epsilon: float = 1e-5, momentum: float = 0.9, training_mode: int = 0) -> Any:
     """Compute BatchNormalization; in training with the statistics of all replicas."""
     context = _context() if training_mode else None
     if context is None:
-        return keras_layers.batch_normalization(
-            x, scale, bias, mean, variance, epsilon=epsilon, momentum=momentum, training_mode=training_mode
-        )
+        options = {"epsilon": epsilon, "momentum": momentum, "training_mode": training_mode}
+        return keras_layers.batch_normalization(*inputs, **options)
     import tensorflow as tf
 
+    x, scale, bias, mean, variance = inputs
     over = [0, *range(2, len(x.shape))]
     batch_mean = context.all_reduce(tf.distribute.ReduceOp.MEAN, ops.mean(x, over))
     distance = ops.square(x - ops.reshape(batch_mean, (-1, *[1] * (len(x.shape) - 2))))

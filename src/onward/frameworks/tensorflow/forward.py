@@ -50,7 +50,7 @@ class TrainingModule(tf.Module):  # type: ignore[misc]
     state: dict[str, Any]
     """Variables by name that a step reads and changes. Parameters are trainable variables."""
     train_step: Callable[..., dict[str, Any]]
-    """Update with a batch, and return metrics and `loss`. A loss that is not finite changes nothing."""
+    """Make an update, and return metrics and `loss`. A loss that is not finite changes no state."""
     evaluate: Callable[..., dict[str, Any]]
     """Return the metrics and the outputs for a batch, in inference mode."""
     infer: Callable[..., dict[str, Any]]
@@ -74,8 +74,7 @@ def to_tensorflow(
 
     - `training`: a training model
     - `step`: index of the step, for a training model with several
-    - `sizes`: values of dynamic sizes by name, such as `{"N": 32}`, for graphs that need them;
-      other sizes stay dynamic
+    - `sizes`: fixed values of dynamic sizes by name, such as `{"N": 32}` (default: none fixed)
     """
     model, framework = of_one_opset(load(training)), OpenSizes()
     step = step_of(model, step)
@@ -115,7 +114,7 @@ def _part(module: TrainingModule, lowered: Model, framework: Framework, sizes: M
     """Return a part of the step as a function of a batch."""
     stored, contract = _as_inputs(lowered, module.state), contract_of(lowered)
     batch = [value for value in lowered.graph.inputs if value.name in contract.batch]
-    names = {contract.loss: "loss"} if contract.part == "step" else {}  # under one name, whatever its name in the model
+    names = {contract.loss: "loss"} if contract.part == "step" else {}  # a fixed name, whatever it is in the model
     compute = computation(lowered, framework)
 
     def run(tensors: Tensors) -> Tensors:
@@ -172,7 +171,7 @@ def _trace(function: Any, name: str) -> None:
     except Error as error:
         open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
         raise UnsupportedError(
-            f"`{name}` cannot be made a graph of TensorFlow: {error.message}",
+            f"TensorFlow cannot trace `{name}`: {error.message}",
             hint='fix dynamic sizes: `to_tensorflow(model, sizes={"N": 32})`' if open_sizes else None,
         ) from error
 

@@ -41,7 +41,7 @@ def operators() -> Operators:
 
 
 class Refused(Exception):
-    """Reason why ONNX cannot express an operation."""
+    """Reason why an operation of TensorFlow cannot be expressed in ONNX."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Resource:
 
 @dataclasses.dataclass(frozen=True)
 class Unknown:
-    """Reason why no node computes a value, and the inputs of its operation."""
+    """Missing value: the reason why no node computes it, and the inputs of its operation."""
 
     reason: str
     inputs: Sequence[ir.Value]
@@ -111,7 +111,7 @@ class Translator:
         node = Node(self, operation, environment)
         try:
             if function is None:
-                raise Refused("there is no such operator in the table")
+                raise Refused("no ONNX operator computes it")
             settings = {name: node if name == "node" else node.attribute(name) for name in keywords(function)}
             results = function(op, *(environment[x.ref()] for x in operation.inputs), **settings)
         except Refused as refusal:
@@ -119,7 +119,7 @@ class Translator:
             return [self.placeholder(op, node, str(refusal), y, inputs) for y in operation.outputs]
         results = list(results) if isinstance(results, tuple | list) else [results]
         for y in operation.outputs[len(results) :]:  # outputs that only TensorFlow's gradients read
-            results.append(self.placeholder(op, node, f"there is no operator for its output `{y.name}`", y))
+            results.append(self.placeholder(op, node, f"no ONNX operator computes its output `{y.name}`", y))
         for y, result in zip(operation.outputs, results, strict=False):
             if isinstance(result, Expr) and result.value.producer() is not None and y.dtype not in _OPAQUE:
                 result.value.type, result.value.shape = ir.TensorType(dtype_of(y.dtype)), _shape(y.shape, result.value)
@@ -132,7 +132,7 @@ class Translator:
         return op(value)
 
     def obstacles(self, outputs: Iterable[ir.Value]) -> list[str]:
-        """Return the reasons of all missing values that results depend on."""
+        """Return the reasons for all missing values on which results depend."""
         reasons: dict[str, None] = {}
         pending, seen = set(outputs), set[ir.Value]()
         while pending:
@@ -148,7 +148,7 @@ _EFFECTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "S
 
 
 def _needed_operations(graph: Any, outputs: Iterable[Any]) -> set[Any]:
-    """Return the operations that results depend on, and those that may assign variables."""
+    """Return the operations on which results depend, and those that may assign variables."""
     pending = [y.op for y in outputs] + [x for x in graph.get_operations() if x.type in _EFFECTS]
     needed: set[Any] = set()
     while pending:
@@ -204,13 +204,13 @@ class Node:
         static = tf.get_static_value(tensor)
         if static is not None:
             return np.asarray(static)
-        value = self._environment[tensor.ref()]  # a constant argument of this function, in the graph of its caller
+        value = self._environment[tensor.ref()]  # may be a constant in the graph of the caller
         return None if isinstance(value, Resource) else constant_of(value)
 
     def array(self, index: int) -> np.ndarray:
         array = self.known(index)
         if array is None:
-            raise Refused(f"its input {index} is computed, where ONNX needs a constant")
+            raise Refused(f"its input {index} is computed, but ONNX needs a constant")
         return array
 
     def numbers(self, index: int) -> list[int]:
@@ -235,7 +235,7 @@ class Node:
         """Return the graph of a function that the operation calls."""
         called = self.operation.graph._get_function(self.operation.get_attr(attribute).name)
         if not hasattr(called, "graph"):
-            raise Refused("it calls a function that TensorFlow keeps without its graph")
+            raise Refused("it calls a function whose graph TensorFlow does not keep")
         return called.graph
 
 

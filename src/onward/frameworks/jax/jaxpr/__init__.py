@@ -54,7 +54,7 @@ def export(
         return _export(function, params, free, names, input_names)
     except UnsupportedError:
         raise
-    except Exception as error:  # of JAX or of the function, which needs the value of a symbol
+    except Exception as error:  # JAX raises different errors where the value of a dynamic size is needed
         model = _export(function, params, fixed, names, input_names)
         reason = f"the batch size is fixed, because JAX cannot trace a dynamic one: {first_line(error)}"
         warnings.warn(reason, stacklevel=3)
@@ -71,7 +71,7 @@ def _export(
     jaxpr, shapes = trace(function, params, inputs)
     taken = Names()
     weights = [initializer(taken.fresh(name), data_of(jax.numpy.asarray(leaf))) for name, leaf in leaves(params)]
-    fed_names = _input_names(taken, "inputs", input_names, _argument_names(function, inputs))
+    fed_names = _unique_names(taken, "inputs", input_names, _argument_names(function, inputs))
     fed = [
         declare_value(var.aval, name) for var, name in zip(jaxpr.jaxpr.invars[len(weights) :], fed_names, strict=True)
     ]
@@ -79,7 +79,7 @@ def _export(
     default = [f"output_{name}" if name[:1].isdigit() else name for name in paths]
     if len(paths) == 1 and (not paths[0] or paths[0].isdigit()):
         default = ["output"]
-    result_names = _input_names(taken, "results", names, default)
+    result_names = _unique_names(taken, "results", names, default)
     name = getattr(function, "__name__", "function")
     graph = ir.Graph(fed, [], nodes=[], initializers=weights, opset_imports={"": COMMON_OPSET}, name=name)
     op = JaxprBuilder.of(graph, COMMON_OPSET, taken)
@@ -91,7 +91,7 @@ def _export(
 
 
 def _argument_names(function: Callable[..., Any], inputs: Sequence[Any]) -> list[str]:
-    """Return the names of the arguments, followed by the path in the tree of an argument."""
+    """Return a name for each input array: that of its argument, and its path in that."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[1:]
     except ValueError:  # of some builtins
@@ -102,18 +102,18 @@ def _argument_names(function: Callable[..., Any], inputs: Sequence[Any]) -> list
     return [f"{name}/{path}" if path else name for name, tree in trees for path, _ in leaves(tree, empty="")]
 
 
-def _input_names(taken: Names, what: str, requested: Sequence[str] | None, default: Sequence[str]) -> list[str]:
+def _unique_names(taken: Names, what: str, requested: Sequence[str] | None, default: Sequence[str]) -> list[str]:
     """Return the requested names, or fresh default names."""
     if requested is None:
         return [taken.fresh(name) for name in default]
     if len(requested) != len(default):
         raise UnsupportedError(
-            f"there are {len(default)} {what}, and names for {len(requested)}",
-            hint=f"otherwise called {', '.join(default)}",
+            f"the function has {len(default)} {what}, not {len(requested)}",
+            hint=f"name these: {', '.join(default)}",
         )
     clashes = [name for name in requested if taken.fresh(name) != name]
     if clashes:
-        raise UnsupportedError(f"more than one value would be called {', '.join(clashes)}", hint="choose other names")
+        raise UnsupportedError(f"these names are used twice: {', '.join(clashes)}", hint="choose other names")
     return list(requested)
 
 
@@ -148,7 +148,7 @@ def with_free_size(inputs: Sequence[Any], batch: str | None) -> Sequence[Any]:
 
 
 def shape_of(leaf: Any) -> Any:
-    """Return the shape and type of an array; other leaves unchanged."""
+    """Return an array's shape and type; other leaves unchanged."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True))

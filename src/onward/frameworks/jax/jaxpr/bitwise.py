@@ -12,25 +12,18 @@ from onward.engines.framework import Operators
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import cast, dtype_of
 from onward.frameworks.formulas.reduction import where
-from onward.frameworks.jax.jaxpr.builder import reshape_to
+from onward.frameworks.jax.jaxpr.builder import FLOAT_BITS, reshape_to
 from onward.frameworks.jax.jaxpr.movement import positions
 from onward.recipe.random import encrypt
 
 primitives = Operators()
 
 
-def _logic(of_bits, of_truths):
-    return lambda op, *xs: getattr(op, of_truths if xs[0].dtype is ir.DataType.BOOL else of_bits)(*xs)
+def _logic(name):
+    return lambda op, *xs: getattr(op, name if xs[0].dtype is ir.DataType.BOOL else f"Bitwise{name}")(*xs)
 
 
-primitives.update(
-    {
-        "and": _logic("BitwiseAnd", "And"),
-        "or": _logic("BitwiseOr", "Or"),
-        "xor": _logic("BitwiseXor", "Xor"),
-        "not": _logic("BitwiseNot", "Not"),
-    }
-)
+primitives(**{name.lower(): _logic(name) for name in ("And", "Or", "Xor", "Not")})
 
 
 def _bits(dtype):
@@ -42,7 +35,7 @@ def _unsigned_type(dtype):
 
 
 def _shift(op, x, by, direction):
-    """Shift as uint32 or uint64, which ONNX Runtime supports; to 0 if by all bits or more."""
+    """Shift as uint32 or uint64, which ONNX Runtime supports. A shift by all bits or more gives 0."""
     wide = np.uint64 if _bits(x.dtype.numpy()) > 32 else np.uint32
     bits, count = (cast(op, cast(op, n, _unsigned_type(n.dtype.numpy())), wide) for n in (x, by))
     shifted = op.BitShift(bits, count, direction=direction)
@@ -62,7 +55,7 @@ def shift_right_logical(op, x, by):
 
 @primitives.define("shift_right_arithmetic")
 def shift_right_arithmetic(op, x, by):
-    """Fill with the sign bit: of a negative number, the complement is shifted."""
+    """Fill with the sign bit, by shifting the complement of negative numbers."""
     if not x.dtype.is_signed():
         return shift_right_logical(op, x, by)
     negative = x < 0
@@ -77,14 +70,6 @@ def population_count(op, x):
         bit = op.BitwiseAnd(_shift(op, bits, op.scalar(position, bits), "RIGHT"), op.scalar(1, bits))
         count = bit if count is None else count + bit
     return cast(op, count, x.dtype)
-
-
-_FIELDS = {
-    "float16": (5, 10),
-    "bfloat16": (8, 7),
-    "float32": (8, 23),
-    "float64": (11, 52),
-}  # bits of exponent and fraction
 
 
 @primitives.define("bitcast_convert_type")
@@ -114,8 +99,8 @@ def nextafter(op, x, towards):
 
 
 def _float_of_bits(op, bits, dtype):
-    """Combine sign, exponent and fraction in float64, which holds all of them."""
-    exponent_bits, fraction_bits = _FIELDS[dtype.name]
+    """Return the floats of bits, computed in float64 from sign, exponent and fraction."""
+    exponent_bits, fraction_bits = FLOAT_BITS[dtype.name]
     bits = cast(op, bits, np.uint64)
     last, bias = 2**exponent_bits - 1, 2 ** (exponent_bits - 1) - 1
 
@@ -132,17 +117,15 @@ def _float_of_bits(op, bits, dtype):
 
 
 def _bits_of_float(op, x):
-    """Return the bits: the exponent by repeated halving, and the fraction as the rest."""
-    exponent_bits, fraction_bits = _FIELDS[x.dtype.numpy().name]
+    """Return the bits of floats: the exponent by repeated halving, the fraction from the rest."""
+    exponent_bits, fraction_bits = FLOAT_BITS[x.dtype.numpy().name]
     if exponent_bits > 8:
-        raise UnsupportedError("the bits of a double cannot be read")
+        raise UnsupportedError("the bits of a float64 cannot be read")
     bias, size = 2 ** (exponent_bits - 1) - 1, op.Abs(cast(op, x, np.float64))
     infinite, undefined = op.Equal(size, np.inf), op.IsNaN(size)
     size = op.Where(op.Or(infinite, undefined), np.float64(1), size)
-    exponent, rest = (
-        op.scalar(1, size),
-        size * np.float64(2.0 ** (bias - 1)),
-    )  # so that the smallest normal number has rest >= 1
+    exponent = op.scalar(1, size)
+    rest = size * np.float64(2.0 ** (bias - 1))  # at least 1 for normal numbers
     for step in (2**i for i in reversed(range(exponent_bits))):
         large = rest >= np.float64(2.0**step)
         exponent = op.Where(large, exponent + step, exponent)
@@ -157,9 +140,6 @@ def _bits_of_float(op, x):
     return cast(op, cast(op, bits, np.int64), _unsigned_type(x.dtype.numpy()))
 
 
-_NUMBERS = dtype_of(np.uint32)
-
-
 @function("y0", "y1", name="Threefry2x32OfManyKeys")
 def threefry2x32(op, key0, key1, x0, x1):
     """Encrypt two uint32 with a key of two: Threefry-2x32 with 20 rounds."""
@@ -170,7 +150,7 @@ def threefry2x32(op, key0, key1, x0, x1):
 def mix(op, key0, key1, x0, x1):
     results = op.call(threefry2x32, key0, key1, x0, x1)
     for result in results:
-        result.value.dtype = _NUMBERS
+        result.value.dtype = ir.DataType.UINT32
     return results
 
 
@@ -183,7 +163,7 @@ def _key(op, *halves):
 
 
 def _mixed_counters(op, key, shape, eqn):
-    """Return two numbers for each key and each index in a shape: the index, mixed with the key."""
+    """Return two uint32 for each key and each index in a shape: the index, encrypted with the key."""
     if not eqn.ctx.threefry_partitionable:
         raise UnsupportedError("it was traced with jax_threefry_partitionable=False")
     if isinstance(size := math.prod(shape), int) and size >= 2**32:

@@ -29,6 +29,8 @@ from onward.engines.framework import Operators, collect_operators, keywords
 from onward.errors import UnsupportedError
 
 FAMILIES = ("elementwise", "bitwise", "reduction", "movement", "convolution", "control")
+FLOAT_BITS = {"float16": (5, 10), "bfloat16": (8, 7), "float32": (8, 23), "float64": (11, 52)}
+"""Bits of exponent and fraction, by type."""
 
 
 @functools.cache
@@ -65,6 +67,7 @@ class JaxprBuilder(Builder):
         return self._evaluate(ast.parse(str(size).replace("^", "**"), mode="eval").body)
 
     def shape(self, sizes: Sequence[Any]) -> Expr:
+        """Return a shape as a vector."""
         if all(isinstance(size, int | np.integer) for size in sizes):
             return self.constant(np.asarray(sizes, np.int64))
         return self.Concat(*(self.Unsqueeze(self.size(size), [0]) for size in sizes), axis=0)
@@ -101,7 +104,7 @@ class JaxprBuilder(Builder):
         if self.refused:
             listed = "".join(f"\n  {line}" for line in dict.fromkeys(self.refused))
             raise UnsupportedError(
-                f"the function uses what cannot be written as ONNX operators:{listed}",
+                f"ONNX operators cannot express these operations of the function:{listed}",
                 hint="write these parts with other functions of jax.numpy or jax.lax",
             )
 
@@ -114,7 +117,7 @@ class JaxprBuilder(Builder):
         row = primitives().get(eqn.primitive.name)
         try:
             if row is None:
-                raise UnsupportedError("there is no operator for it")
+                raise UnsupportedError("no ONNX operator computes it")
             results = row(self, *operands, **_keywords_of(row, eqn))
         except UnsupportedError as error:
             where = source_info_util.summarize(eqn.source_info)
@@ -147,7 +150,7 @@ def _keywords_of(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
 
 
 def _live(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Return the equations that the results depend on."""
+    """Return the equations on which the results depend."""
     needed = {atom for atom in jaxpr.outvars if isinstance(atom, Var)}
     live = []
     for eqn in reversed(jaxpr.eqns):
@@ -184,9 +187,9 @@ def _typed_value(expr: Expr, var: Var) -> ir.Value:
     return value
 
 
-def align_mask(op: Any, mask: Expr, rank: int, count: int) -> Expr:
-    """Add axes to a mask over the first `count` axes."""
-    return op.Unsqueeze(mask, list(range(count, rank))) if rank > count else mask
+def add_last_axes(op: Any, x: Expr, rank: int, count: int) -> Expr:
+    """Return `x`, which has `count` axes, with axes of size 1 after them up to a rank."""
+    return op.Unsqueeze(x, list(range(count, rank))) if rank > count else x
 
 
 def reshape_to(op: Any, x: Expr, sizes: Sequence[Any]) -> Expr:

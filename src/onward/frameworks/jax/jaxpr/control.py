@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.elementwise import log_add_exp, relu6
 from onward.frameworks.formulas.reduction import where
-from onward.frameworks.jax.jaxpr.builder import align_mask, declare_value
+from onward.frameworks.jax.jaxpr.builder import add_last_axes, declare_value
 from onward.frameworks.jax.jaxpr.movement import positions
 
 primitives = Operators()
@@ -33,7 +33,7 @@ _OWN_SLOPES = {
 
 @primitives.define("custom_jvp_call")
 def custom_jvp_call(op, *xs, call_jaxpr):
-    """Inline a function with a custom derivative, which the model does not contain."""
+    """Inline a function. A model does not contain its custom derivative."""
     name, _, source = call_jaxpr.jaxpr.debug_info.func_src_info.partition(" at ")
     for (function, file), compute in _OWN_SLOPES.items():
         if name == function and f"/{file}:" in source.replace("\\", "/") and xs[0].dtype.is_floating_point():
@@ -50,17 +50,13 @@ def _scalar(name, dtype):
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(()))
 
 
-def _results(outputs, count):
-    return (outputs,) if count == 1 else outputs
-
-
 @primitives.define("cond")
 def cond(op, which, *xs, branches, outs):
     return _branch(op, which, xs, branches, outs, 0)
 
 
 def _branch(op, which, xs, branches, outs, first):
-    """Write nested Ifs over the branches, of which the first has the index `first`."""
+    """Write nested Ifs over branches, whose indices begin at `first`."""
     if len(branches) == 1:
         return op.inline(branches[0], *_within(op, xs))
     chosen = op.subgraph(lambda inner: inner.inline(branches[0], *_within(inner, xs)), name="branch")
@@ -68,12 +64,13 @@ def _branch(op, which, xs, branches, outs, first):
         lambda inner: _branch(inner, inner(which.value), xs, branches[1:], outs, first + 1), name="branch"
     )
     results = op.If(op.Equal(which, first), then_branch=chosen, else_branch=others, outputs=len(outs))
-    return [expr.like(declare_value(out)) for expr, out in zip(_results(results, len(outs)), outs, strict=True)]
+    results = results if len(outs) > 1 else (results,)
+    return [expr.like(declare_value(out)) for expr, out in zip(results, outs, strict=True)]
 
 
 @primitives.define("while")
 def repeat(op, *xs, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts, outs):
-    """Write a Loop. Of a batch of loops (vmap), all continue while one does; others keep values."""
+    """Write a Loop. A batch of loops (vmap) runs until the last one ends; the others keep their values."""
     of_condition, xs = xs[:cond_nconsts], xs[cond_nconsts:]
     of_body, start = xs[:body_nconsts], xs[body_nconsts:]
     many = len(cond_jaxpr.out_avals[0].shape)
@@ -87,7 +84,7 @@ def repeat(op, *xs, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts, outs):
         if many:
             conditions, _ = continues(inner, carried)
             after = [
-                where(inner, align_mask(inner, conditions, len(out.shape), many), new, old)
+                where(inner, add_last_axes(inner, conditions, len(out.shape), many), new, old)
                 for new, old, out in zip(after, carried, outs, strict=True)
             ]
         return [continues(inner, after)[1], *after]
@@ -96,13 +93,12 @@ def repeat(op, *xs, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts, outs):
     body = op.subgraph(
         step, [_scalar("iteration", ir.DataType.INT64), _scalar("continues", ir.DataType.BOOL), *carried]
     )
-    results = op.Loop(None, continues(op, start)[1], *start, body=body, outputs=len(outs))
-    return _results(results, len(outs))
+    return op.Loop(None, continues(op, start)[1], *start, body=body, outputs=len(outs))
 
 
 @primitives.define("scan")
 def scan(op, *xs, jaxpr, length, num_consts, num_carry, reverse, outs):
-    """Write a Scan, which needs an input: the number of the step if there is none."""
+    """Write a Scan. ONNX requires an input to scan over: without one, the index of the step."""
     consts, start, items = xs[:num_consts], xs[num_consts : num_consts + num_carry], xs[num_consts + num_carry :]
     variables = jaxpr.jaxpr.invars[num_consts:]
     inputs = [declare_value(var.aval, "carried" if i < num_carry else "item") for i, var in enumerate(variables)]
@@ -111,7 +107,7 @@ def scan(op, *xs, jaxpr, length, num_consts, num_carry, reverse, outs):
         inputs.append(_scalar("iteration", ir.DataType.INT64))
     step = lambda inner, *values: inner.inline(jaxpr, *_within(inner, consts), *values[: len(variables)])
     direction = int(reverse)
-    results = op.Scan(
+    return op.Scan(
         *start,
         *items,
         outputs=len(outs),
@@ -120,4 +116,3 @@ def scan(op, *xs, jaxpr, length, num_consts, num_carry, reverse, outs):
         scan_input_directions=[direction] * len(items),
         scan_output_directions=[direction] * (len(outs) - num_carry) or None,
     )
-    return _results(results, len(outs))

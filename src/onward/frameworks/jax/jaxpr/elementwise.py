@@ -13,6 +13,7 @@ from onward.errors import UnsupportedError
 from onward.frameworks.formulas.elementwise import COMMON, erf_inv, multiply, round_away, saturating_cast
 from onward.frameworks.formulas.graph_building import cast, constant_of, dtype_of, same_operator
 from onward.frameworks.formulas.reduction import where, widely
+from onward.frameworks.jax.jaxpr.builder import FLOAT_BITS
 from onward.recipe.step_builder import stop_gradient
 
 primitives = Operators()
@@ -25,14 +26,13 @@ primitives(
     erf_inv=erf_inv,
     eq=same_operator("Equal"),
     logistic=same_operator("Sigmoid"),
-)
-
-
-primitives(
     mul=lambda op, a, b: op.And(a, b) if a.dtype is ir.DataType.BOOL else multiply(op, a, b),
     neg=widely(lambda op, x: -x),
     exp2=lambda op, x: op.Exp(x * math.log(2)),
     cbrt=lambda op, x: op.Sign(x) * op.Abs(x) ** (1 / 3),
+    round=lambda op, x, *, rounding_method: (
+        op.Round(x) if rounding_method.name == "TO_NEAREST_EVEN" else round_away(op, x)
+    ),
 )
 
 
@@ -53,7 +53,7 @@ def remainder(op, a, b):
 
 
 def _by_integers(op, a, b, compute, by_zero):
-    """Divide. XLA defines integer division by 0, where ONNX Runtime crashes."""
+    """Divide with XLA's result for an integer division by 0, which crashes ONNX Runtime."""
     constant = constant_of(b)
     if a.dtype.is_floating_point() or (constant is not None and constant.all()):
         return compute(a, b)
@@ -67,7 +67,7 @@ primitives(max=_larger, min=_smaller)
 
 @primitives.define("clamp")
 def clamp(op, low, x, high):
-    """Return `x` between bounds, at which its slope is 0."""
+    """Clip `x`. At the bounds, the slope is 0 in JAX, and 1 for Clip."""
     if not x.dtype.is_floating_point():
         return _smaller(op, _larger(op, x, low), high)
     cut = op.Where(x <= low, low, x)
@@ -76,7 +76,7 @@ def clamp(op, low, x, high):
 
 @primitives.define("integer_pow")
 def integer_pow(op, x, *, y):
-    """Multiply by squaring as XLA does: exact for small powers, and for negative numbers."""
+    """Multiply by squaring as XLA does: exact for small powers, also of negative numbers."""
     result, square, rest = None, x, abs(y)
     while rest:
         if rest % 2:
@@ -88,15 +88,8 @@ def integer_pow(op, x, *, y):
     return op.Reciprocal(result) if y < 0 else result
 
 
-@primitives.define("round")
-def round_as(op, x, *, rounding_method):
-    if rounding_method.name == "TO_NEAREST_EVEN":
-        return op.Round(x)
-    return round_away(op, x)
-
-
 def _of_numbers(compare):
-    """Return a comparison also of booleans, of which False is the smaller."""
+    """Return a comparison that also takes booleans, where False is less than True."""
 
     def compared(op, a, b):
         if a.dtype is ir.DataType.BOOL:
@@ -116,20 +109,21 @@ primitives(
 )
 
 
-@primitives.define("eq_to")
-def equal_in_order(op, a, b):
-    """Return equality in an order where NaN equals NaN and is the largest."""
-    return op.Or(op.Equal(a, b), op.And(op.IsNaN(a), op.IsNaN(b))) if a.dtype.is_floating_point() else op.Equal(a, b)
+def _total_order(compare, with_nan):
+    """Return a comparison in an order where NaN equals NaN and is the largest."""
+
+    def compared(op, a, b):
+        result = compare(op, a, b)
+        return op.Or(result, with_nan(op, op.IsNaN(a), op.IsNaN(b))) if a.dtype.is_floating_point() else result
+
+    return compared
 
 
-@primitives.define("lt_to")
-def before_in_order(op, a, b):
-    return op.Or(a < b, op.And(op.IsNaN(b), op.Not(op.IsNaN(a)))) if a.dtype.is_floating_point() else a < b
-
-
-@primitives.define("le_to")
-def not_after_in_order(op, a, b):
-    return op.Or(a <= b, op.IsNaN(b)) if a.dtype.is_floating_point() else a <= b
+primitives(
+    eq_to=_total_order(same_operator("Equal"), same_operator("And")),
+    lt_to=_total_order(same_operator("Less"), lambda op, a, b: op.And(b, op.Not(a))),
+    le_to=_total_order(same_operator("LessOrEqual"), lambda op, a, b: b),
+)
 
 
 @primitives.define("select_n")
@@ -150,10 +144,9 @@ def convert(op, x, *, new_dtype):
 
 @primitives.define("reduce_precision")
 def reduce_precision(op, x, *, exponent_bits, mantissa_bits):
-    types = {(8, 23): "float32", (11, 52): "float64", (5, 10): "float16", (8, 7): "bfloat16"}
-    narrow = types.get((exponent_bits, mantissa_bits))
+    narrow = next((name for name, bits in FLOAT_BITS.items() if bits == (exponent_bits, mantissa_bits)), None)
     if narrow is None:
-        raise UnsupportedError(f"there is no type with {exponent_bits} and {mantissa_bits} bits")
+        raise UnsupportedError(f"no type has {exponent_bits} exponent and {mantissa_bits} mantissa bits")
     return cast(op, cast(op, x, dtype_of(narrow)), x.dtype)
 
 

@@ -27,7 +27,7 @@ from onward.frameworks.formulas.graph_building import (
     unstack,
 )
 from onward.frameworks.formulas.reduction import where
-from onward.frameworks.jax.jaxpr.builder import align_mask, extreme, fill, reshape_to
+from onward.frameworks.jax.jaxpr.builder import add_last_axes, extreme, fill, reshape_to
 
 primitives = Operators()
 
@@ -65,6 +65,7 @@ primitives(
     stack=lambda op, *xs, axis: stack(op, xs, axis),
     unstack=lambda op, x, *, axis, outs: unstack(op, x, len(outs), axis),
     rev=lambda op, x, *, dimensions: reverse(op, x, dimensions),
+    **dict.fromkeys(("empty", "empty2"), lambda op, *, outs: fill(op, outs[0].shape, 0, outs[0].dtype)),
     dim_as_value=lambda op, *, dim, outs: cast(op, op.size(dim), outs[0].dtype),
     dimension_size=lambda op, x, *, dimension, ins, outs: cast(op, op.size(ins[0].shape[dimension]), outs[0].dtype),
 )
@@ -118,7 +119,7 @@ def pad_axes(op, x, value, amounts):
 @primitives.define("iota")
 def iota(op, *sizes, dtype, shape, dimension):
     if sizes:
-        raise UnsupportedError("its size is only known at run time")
+        raise UnsupportedError("its size is known only at run time")
     numbers = cast(op, positions(op, shape[dimension]), dtype)
     if len(shape) == 1:
         return numbers
@@ -131,9 +132,6 @@ def positions(op, size):
     if isinstance(size, int):
         return op.constant(np.arange(size))
     return op.Range(op.constant(np.int64(0)), op.size(size), op.constant(np.int64(1)))
-
-
-primitives(**dict.fromkeys(("empty", "empty2"), lambda op, *, outs: fill(op, outs[0].shape, 0, outs[0].dtype)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,14 +170,13 @@ class GatherWindows:
         return [own[target] if target in own else next(outer) for target in range(count + len(inner))]
 
 
-def _columns(op, indices, windows):
-    """Return the starts along each mapped axis, as int64."""
+def _bound_starts(op, indices, windows, mode):
+    """Return the int64 starts along each mapped axis, clipped to the operand, and a mask of those inside.
+
+    The mask is None if all are inside.
+    """
     wide = cast(op, indices, np.int64)
-    return {axis: op.Gather(wide, op.constant(np.int64(i)), axis=-1) for i, axis in enumerate(windows.mapped)}
-
-
-def _bound_starts(op, columns, windows, mode):
-    """Return starts clipped to the operand, and a mask of those inside; None if all are."""
+    columns = {axis: op.Gather(wide, op.constant(np.int64(i)), axis=-1) for i, axis in enumerate(windows.mapped)}
     name = getattr(mode, "name", str(mode))
     if name == "PROMISE_IN_BOUNDS":
         return columns, None
@@ -212,8 +209,7 @@ def _start(op, columns, windows, axis, rank):
         return _along(op, positions(op, windows.starts[beside]), beside, rank)
     if axis not in columns:
         return op.constant(np.zeros((1,) * rank, np.int64))
-    new = list(range(len(windows.starts), rank))
-    return op.Unsqueeze(columns[axis], new) if new else columns[axis]
+    return add_last_axes(op, columns[axis], rank, len(windows.starts))
 
 
 def _along(op, vector, axis, rank):
@@ -227,7 +223,7 @@ def gather(op, x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, 
     paired = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
     dropped = [*numbers.collapsed_slice_dims, *numbers.operand_batching_dims]
     windows = GatherWindows(ins[0].shape, ins[1].shape[:-1], slice_sizes, numbers.start_index_map, paired, dropped)
-    columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
+    columns, inside = _bound_starts(op, indices, windows, mode)
     if windows.indexed == list(numbers.collapsed_slice_dims) and len(windows.indexed) == 1:
         elements = _take(op, x, columns, windows)
     else:
@@ -238,7 +234,7 @@ def gather(op, x, indices, *, dimension_numbers, slice_sizes, mode, fill_value, 
             elements = op.Expand(x, op.shape([*windows.starts, *windows.operand]))
     if inside is not None:
         fill = op.constant(np.asarray(_fill(fill_value, outs[0].dtype), outs[0].dtype))
-        elements = where(op, align_mask(op, inside, len(outs[0].shape), len(windows.starts)), elements, fill)
+        elements = where(op, add_last_axes(op, inside, len(outs[0].shape), len(windows.starts)), elements, fill)
     return permute(op, elements, windows.order(numbers.offset_dims))
 
 
@@ -261,11 +257,10 @@ def _scatter_rule(reduction, neutral):
     """Return the row of a scatter with a reduction; outside, it writes `neutral(dtype)`."""
 
     def scatter(op, x, indices, updates, *, dimension_numbers, mode, ins):
-        windows, order = _scatter_windows(dimension_numbers, ins)
-        columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
-        updates = permute(op, updates, inverse(order))
+        windows, updates = _scatter_windows(op, updates, dimension_numbers, ins)
+        columns, inside = _bound_starts(op, indices, windows, mode)
         if inside is not None:
-            mask = align_mask(op, inside, len(ins[2].shape), len(windows.starts))
+            mask = add_last_axes(op, inside, len(ins[2].shape), len(windows.starts))
             nothing = op.constant(np.asarray(neutral(ins[0].dtype), ins[0].dtype))
             updates = where(op, mask, updates, nothing)
         return _scatter_updates(op, x, _element_indices(op, columns, windows), updates, windows, reduction)
@@ -292,24 +287,22 @@ def scatter_sub(op, x, indices, updates, *, dimension_numbers, mode, ins):
 @primitives.define("scatter")
 def scatter_set(op, x, indices, updates, *, dimension_numbers, mode, ins):
     """Write values. Those outside go to an extra element of the first axis, which is sliced off."""
-    windows, order = _scatter_windows(dimension_numbers, ins)
-    columns, inside = _bound_starts(op, _columns(op, indices, windows), windows, mode)
-    updates = permute(op, updates, inverse(order))
-    places = _element_indices(op, columns, windows)
+    windows, updates = _scatter_windows(op, updates, dimension_numbers, ins)
+    columns, inside = _bound_starts(op, indices, windows, mode)
+    targets = _element_indices(op, columns, windows)
     if inside is None:
-        return _scatter_updates(op, x, places, updates, windows, None)
+        return _scatter_updates(op, x, targets, updates, windows, None)
     first = windows.indexed[0]
     size = op.size(windows.operand[first])
     beyond = op.Concat(op.Unsqueeze(size, [0]), op.constant(np.zeros(len(windows.indexed) - 1, np.int64)), axis=0)
-    mask = align_mask(op, inside, len(windows.starts) + len(windows.windowed) + 1, len(windows.starts))
-    places = op.Where(mask, places, beyond)
+    mask = add_last_axes(op, inside, len(windows.starts) + len(windows.windowed) + 1, len(windows.starts))
     longer = pad_axes(op, x, None, [(0, int(axis == first)) for axis in range(len(windows.operand))])
-    written = _scatter_updates(op, longer, places, updates, windows, None)
+    written = _scatter_updates(op, longer, op.Where(mask, targets, beyond), updates, windows, None)
     return op.Slice(written, [0], op.Unsqueeze(size, [0]), [first])
 
 
-def _scatter_windows(numbers, ins):
-    """Return the windows of a scatter, and the order of the axes of the updates."""
+def _scatter_windows(op, updates, numbers, ins):
+    """Return the windows of a scatter, and the updates with axes in the order of ScatterND."""
     paired = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
     dropped = [*numbers.inserted_window_dims, *numbers.operand_batching_dims]
     own = iter(numbers.update_window_dims)
@@ -317,12 +310,12 @@ def _scatter_windows(numbers, ins):
     windows = GatherWindows(
         ins[0].shape, ins[1].shape[:-1], sizes, numbers.scatter_dims_to_operand_dims, paired, dropped
     )
-    return windows, windows.order(numbers.update_window_dims)
+    return windows, permute(op, updates, inverse(windows.order(numbers.update_window_dims)))
 
 
-def _scatter_updates(op, x, places, updates, windows, reduction):
+def _scatter_updates(op, x, indices, updates, windows, reduction):
     order = [*windows.indexed, *windows.whole]
-    written = op.ScatterND(permute(op, x, order), places, updates, reduction=reduction)
+    written = op.ScatterND(permute(op, x, order), indices, updates, reduction=reduction)
     return permute(op, written, inverse(order))
 
 

@@ -1,4 +1,4 @@
-"""Source of optimizers: calls of optax, and functions for what it lacks."""
+"""Source of optimizers: calls of optax, and functions for updates that optax lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.frameworks.jax.optimizer import transformation
 from onward.frameworks.jax.program.operators import identifier, pairs, type_name, write_literal
-from onward.frameworks.jax.program.printer import GraphPrinter
+from onward.frameworks.jax.program.recording import GraphPrinter
 from onward.frameworks.jax.updates import Sizes, initial_state, places_of, rate_model, sizes_of, slots_of, update_model
 from onward.frameworks.program.source_text import Identifiers, quote
 from onward.recipe.optimizers import FunctionOptimizer

@@ -1,7 +1,7 @@
 """Training run as a JAX program, `run.py`: graphs as functions, with the source of what they call.
 
-Programs call the operators of the engine. Their source is copied with everything that it mentions,
-so a program computes what the engine does, and can be read and changed.
+Programs contain copies of the engine's operators and of everything that these mention. So a program
+computes what the engine does, and can be read and changed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from onward.frameworks.jax.forward import TrainingParts, types_of
+from onward.frameworks.jax.forward import TrainingParts
 from onward.frameworks.jax.program.operators import INSTEAD, pairs, type_name, variables
 from onward.frameworks.jax.program.optimizer_source import OptimizerSource
-from onward.frameworks.jax.program.printer import GraphPrinter
+from onward.frameworks.jax.program.recording import GraphPrinter
+from onward.frameworks.jax.updates import types_of
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.source_bundle import SourceBundle
 from onward.frameworks.program.source_text import arrange_imports, break_lines, docstring, quote
@@ -52,7 +53,7 @@ def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) ->
 _NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")  # not of copied functions
 _IMPORTS = ("import jax", "import jax.numpy as jnp", "import numpy as np", "import optax", "from pathlib import Path")
 
-_DOCSTRING = """A training run of {name} that goes on in JAX. Written by Onward; it needs JAX and optax.
+_DOCSTRING = """Training run of {name}, resumed in JAX. Written by Onward; needs only JAX and optax.
 
     import jax, run
 
@@ -92,7 +93,7 @@ def _loss(parts: TrainingParts, printer: GraphPrinter) -> str:
     body = [*taken, *begin, *lines, f"metrics = {{{pairs(metrics)}}}", f"changed = {{{changed}}}"]
     return _function(
         "loss(params, state, batch)",
-        "The forward pass of training: the loss, and with it metrics and what it changes of the state.",
+        "Return the loss, with the metrics and the changed state of the forward pass.",
         [*body, f"return {metrics['loss']}, (metrics, changed)"],
     )
 
@@ -102,7 +103,7 @@ def _apply(parts: TrainingParts, printer: GraphPrinter) -> str:
     taken, expressions = _take_inputs(parts, model, "inputs")
     lines, results = printer.body(model, expressions)
     body = ['params = state["params"]', *taken, *lines, f"return {{{pairs(results)}}}"]
-    return _function("apply(state, inputs)", "The outputs of the model, as inference computes them.", body)
+    return _function("apply(state, inputs)", "Return the outputs of the model, in inference mode.", body)
 
 
 def _function(signature: str, summary: str, lines: Sequence[str]) -> str:
@@ -114,18 +115,18 @@ def _run(parts: TrainingParts, optimizer: str) -> str:
     recipe = parts.run.recipe
     accumulates = int(recipe.get("accumulate", 1)) > 1
     count = "opt_state.gradient_step" if accumulates else 'state["step"] + 1'
-    kinds = ", ".join(map(quote, ["params", "statistics", "random", *(["ema"] if "ema" in recipe else [])]))
+    roles = ", ".join(map(quote, ["params", "statistics", "random", *(["ema"] if "ema" in recipe else [])]))
     averages = _AVERAGES.format(decay=float(recipe["ema"])) if "ema" in recipe else ""
-    return _STEP.format(optimizer=optimizer, count=count, averages=averages, kinds=f"({kinds})", state=STATE)
+    return _STEP.format(optimizer=optimizer, count=count, averages=averages, roles=f"({roles})", state=STATE)
 
 
 _STEP = '''def optimizer():
-    """The optimizer: a transformation of optax."""
+    """Return the optimizer, a transformation of optax."""
     return {optimizer}
 
 
 def step(state, batch):
-    """One update: the new state, and metrics, the loss among them."""
+    """Return the state after one update, and the metrics, with the loss."""
     with exact():
         (_, (metrics, changed)), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"], state, batch)
         changes, opt_state = optimizer().update(gradients, state["opt_state"], state["params"])
@@ -136,15 +137,15 @@ def step(state, batch):
 
 
 def load(path=HERE / "{state}"):
-    """The state of the run: parameters by name, statistics, random keys, and what the optimizer remembers."""
+    """Return the state of the run: parameters, statistics, random keys and optimizer state."""
     with exact():
         arrays = read(path)
 
-        def part(kind):
-            names = [name for name in arrays if name.startswith(f"{{kind}}/")]
-            return {{name[len(kind) + 1 :]: jnp.asarray(arrays[name]) for name in names}}
+        def arrays_of(role):
+            names = [name for name in arrays if name.startswith(f"{{role}}/")]
+            return {{name[len(role) + 1 :]: jnp.asarray(arrays[name]) for name in names}}
 
-        state = {{kind: part(kind) for kind in {kinds}}} | {{"step": jnp.zeros([], jnp.int32)}}
+        state = {{role: arrays_of(role) for role in {roles}}} | {{"step": jnp.zeros([], jnp.int32)}}
         state["opt_state"] = optimizer().init(state["params"])
         return fill_tree(state, arrays)
 
@@ -152,9 +153,9 @@ def load(path=HERE / "{state}"):
 def save(state, path=HERE / "{state}"):
     write(leaves_by_name(state), path)'''
 
-_AVERAGES = """        happened = count > state["step"]
+_AVERAGES = """        updated = count > state["step"]
         new["ema"] = {{
-            name: jnp.where(happened, past * {decay} + params[name] * (1 - {decay}), past)
+            name: jnp.where(updated, past * {decay} + params[name] * (1 - {decay}), past)
             for name, past in state["ema"].items()
         }}
 """

@@ -44,10 +44,9 @@ def write(model: Model, path: Path) -> list[Path]:
     require_shapes(model, step_of(model), "a program of Keras")
     live, program = to_keras(model), program_beside(path)
     source = write_program(model, live, program.stem, path.name)
-    stand_in = standing_in(source, live)
     with replacing(path.parent, path) as folder:
         (folder / program.name).write_text(source.text, encoding="utf-8")
-        stand_in.save(folder / path.name)
+        model_with_state(source, live).save(folder / path.name)
         try_files(folder / program.name, folder / path.name, live)
     return [path, program]
 
@@ -106,11 +105,10 @@ def _copy(data: mmap.mmap, array: Stored | np.ndarray) -> np.ndarray:
     return np.frombuffer(data, array.dtype, math.prod(array.shape), array.offset).reshape(array.shape).copy()
 
 
-def standing_in(source: Source, live: TrainingModel) -> Any:
-    """Return a compiled model that Keras saves as it would save that of the program, with the state
-    of the live one.
+def model_with_state(source: Source, live: TrainingModel) -> Any:
+    """Return a compiled model with the classes, variables and state of the program.
 
-    It has the same variables, and does not execute the program.
+    Keras saves it as it would save the model of the program, which is not executed.
     """
 
     def initialize(self: Any, **options: Any) -> None:
@@ -175,7 +173,7 @@ def try_files(program: Path, file: Path, live: TrainingModel) -> None:
 
 
 def _step_trial(live: TrainingModel) -> StepTrial | None:
-    """Return steps to repeat; None if a step takes more than inputs and targets."""
+    """Return steps for the program to repeat; None if a step takes more than inputs and targets."""
     trial = step_trial(live.source)
     return trial if trial is not None and {*live.input_names, *_targets(live)} <= trial.batch.keys() else None
 
@@ -190,7 +188,7 @@ def _targets(live: TrainingModel) -> list[str]:
 
 
 def _example(live: TrainingModel) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return inputs with which the live model runs, and its outputs; empty if none work."""
+    """Return inputs with which the live model runs, and its outputs; empty lists if none work."""
     model = strip(live.source)
     runs = array_function("numpy", model.copy())
     for arrays in example_inputs(model):

@@ -31,10 +31,10 @@ from onward.model import Model
 from onward.model.state import STEP, states
 
 
-class Held(NamedTuple):
+class Variable(NamedTuple):
     """Variable of the program, with its initial value."""
 
-    attribute: str  # of the model that `standing_in` makes
+    attribute: str  # of the model that `model_with_state` makes
     array: np.ndarray
     trainable: bool = False
 
@@ -46,8 +46,8 @@ class Source:
     text: str
     package: str
     class_name: str
-    model: Sequence[Held]
-    optimizer: Sequence[Held]  # none for an optimizer of Keras
+    model: Sequence[Variable]
+    optimizer: Sequence[Variable]  # none for an optimizer of Keras
 
 
 def write_program(model: Model, live: TrainingModel, package: str, file: str) -> Source:
@@ -68,7 +68,7 @@ class _Writer:
         self._choices = Choices([*model.inputs, *model.step().algorithm.inputs])
         self._constants: dict[str, np.ndarray] = {}
         self._used: dict[str, Function] = {}
-        self._held = {name: f"params[{quote(name)}]" for name in live.variables_by_name}
+        self._places = {name: f"params[{quote(name)}]" for name in live.variables_by_name}
         self._state = live.optimizer.state() if isinstance(live.optimizer, GraphOptimizer) else {}
         self._class_name = _class_name(live.name)
 
@@ -94,10 +94,10 @@ class _Writer:
 
     def _docstring(self) -> str:
         return docstring(
-            "A run of Keras, written by Onward: needs nothing but Keras, on any of its backends.\n\n"
+            "Run of Keras, written by Onward. Needs only Keras, on any backend.\n\n"
             f"    import keras\n    import {self._package}\n\n"
             f"    loaded = keras.models.load_model({quote(self._file)})\n"
-            "    loaded.fit(...)  # goes on where the run is\n"
+            "    loaded.fit(...)  # resumes the run\n"
         )
 
     def _heading(self) -> list[str]:
@@ -123,14 +123,14 @@ class _Writer:
             "",
         ]
 
-    def _variables(self) -> list[Held]:
+    def _variables(self) -> list[Variable]:
         variables = self._live.variables_by_name.items()
         stored = [(array_of(v).astype(self._live.source.array(n).dtype), v.trainable) for n, v in variables]
         stored += [(array, False) for array in self._constants.values()]
-        return [Held(f"held_{i}", array, trainable) for i, (array, trainable) in enumerate(stored)]
+        return [Variable(f"variable_{i}", array, trainable) for i, (array, trainable) in enumerate(stored)]
 
-    def _slots(self) -> list[Held]:
-        return [Held(f"held_{i}", array) for i, array in enumerate(self._state.values())]
+    def _slots(self) -> list[Variable]:
+        return [Variable(f"variable_{i}", array) for i, array in enumerate(self._state.values())]
 
     def _passes(self) -> list[str]:
         inference, training = (self._pass(forward) for forward in (self._parts.inference(), self._parts.training()))
@@ -151,18 +151,18 @@ class _Writer:
         names = Identifiers(MENTIONED)
         inputs = {name: names.like(name) for name in self._live.input_names}
         listed = ", ".join(inputs.values())
-        stores = {new: self._held[name] for name, new in forward.updates.items()}
+        stores = {new: self._places[name] for name, new in forward.updates.items()}
         lines, texts = self._computed(self._record(forward.graph, inputs), stores)
         lines = [f"{listed} = inputs" if len(inputs) > 1 else f"{listed} = as_single(inputs)", *lines]
         if self._live.loss is None:
             watched = [texts[name] for name in forward.watched]
-            lines.append(f"self.watched = {write_list(watched)}  # what the loss looks at")
+            lines.append(f"self.watched = {write_list(watched)}  # the loss reads these values")
         outputs = [texts[name] for name in forward.outputs]
         lines.append(f"return {outputs[0] if len(outputs) == 1 else write_list(outputs)}")
         return _indent(["params = self.params", *lines] if "params[" in "".join(lines) else lines)
 
     def _record(self, graph: Model, expressions: Mapping[str, str]) -> Program:
-        return record(graph, {**self._held, **expressions}, self._choices, self._constants)
+        return record(graph, {**self._places, **expressions}, self._choices, self._constants)
 
     def _computed(self, program: Program, stores: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
         """Return the statements of a program, and the expressions of its results."""
@@ -197,12 +197,12 @@ class _Writer:
         ]
 
     def _exclusions(self) -> list[str]:
-        """Return a method that restores variables without weight decay, which Keras drops."""
+        """Return a method that restores the variables without weight decay, which Keras does not save."""
         optimizer = self._live.optimizer
         if isinstance(optimizer, GraphOptimizer) or not optimizer.weight_decay:
             return []
         variables = self._live.variables_by_name.items()
-        spared = [self._held[name] for name, v in variables if v.trainable and not optimizer._use_weight_decay(v)]
+        spared = [self._places[name] for name, v in variables if v.trainable and not optimizer._use_weight_decay(v)]
         if not spared:
             return []
         return [
@@ -244,7 +244,7 @@ class _Writer:
         return [
             f'@keras.saving.register_keras_serializable(package="{self._package}")',
             "class Update(keras.optimizers.Optimizer):",
-            '    """The whole update of the run, with its learning rate; that of Keras stands aside."""',
+            '    """Update of the run, with its own learning rate: `learning_rate` has no effect."""',
             "",
             "    def build(self, variables):",
             "        if self.built:",
@@ -265,7 +265,7 @@ class _Writer:
 def _by_parameter(
     program: Program, updates: Mapping[str, str], owners: Mapping[str, str], places: Mapping[str, str]
 ) -> list[str]:
-    """Return an update: common statements, and loops over parameters with equal statements."""
+    """Return the statements of an update: common ones, and loops over parameters with equal ones."""
     parts: dict[str, list[str]] = {}
     for name in updates:
         parts.setdefault(owners[name], []).append(name)
@@ -295,13 +295,13 @@ def _by_parameter(
 
 
 def _of_any(text: str, owner: str) -> str:
-    """Return the update of one parameter as that of any `name`."""
+    """Return source that updates one parameter as source that updates any `name`."""
     text = text.replace(f"[{quote(owner)}]", "[name]")
     is_plain = quote(owner)[1:-1] == owner and not {*owner} & {"{", "}"}
     return text.replace(f'["{owner}/', '[f"{name}/') if is_plain else text
 
 
-def _weight(name: str, variable: Held) -> str:
+def _weight(name: str, variable: Variable) -> str:
     dtype = str(variable.array.dtype)
     options = [name, str(variable.array.shape)]
     options += [] if dtype == "float32" else [f'dtype="{dtype}"']

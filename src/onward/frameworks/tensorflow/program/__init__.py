@@ -21,8 +21,8 @@ from tensorflow.core.protobuf import saved_model_pb2
 from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
 from onward.frameworks.files import compare, tensors_of, with_state
 from onward.frameworks.program.trial import step_trial, try_out
-from onward.frameworks.tensorflow import trial_script
 from onward.frameworks.tensorflow.forward import to_tensorflow
+from onward.frameworks.tensorflow.program import trial_script
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, load

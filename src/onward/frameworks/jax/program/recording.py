@@ -162,14 +162,6 @@ class _Recorder:
                     self._sizes.name(argument, [_dim(names, size) for size in value.shape], lambda x: (".shape", [x]))
             self._values[value] = argument
 
-    def inner(self, arguments: Mapping[ir.Value, Value], arrays: Collection[Value]) -> _Recorder:
-        """Return a recorder for a nested function."""
-        nested = _Recorder(self._printer, self._framework)
-        nested._sizes, nested._constants, nested._written = self._sizes, self._constants, dict(self._written)
-        nested._values = {**self._values, **arguments}
-        nested.arrays = {*self.arrays, *arrays}
-        return nested
-
     def statements(
         self,
         outputs: Sequence[ir.Value],
@@ -223,18 +215,16 @@ class _Recorder:
 
     def _result(self, step: ProgramStep) -> Value:
         """Return the single result of a call."""
-        step = self._shared(step, draws=False)
+        step = self._shared(step)
         if not step.results:
             step.results = [Value(step=step)]
         if step.function in ("np.array", "at_once"):
             self.arrays.add(step.results[0])
         return step.results[0]
 
-    def _shared(self, step: ProgramStep, draws: bool) -> ProgramStep:
+    def _shared(self, step: ProgramStep) -> ProgramStep:
         """Return an equal earlier call, or this one."""
-        if draws or step.bodies:
-            return step
-        return self._written.setdefault(call_key(step), step)
+        return step if step.bodies else self._written.setdefault(call_key(step), step)
 
     def record(self, plan: Plan) -> None:
         self._values.update(plan.constants)
@@ -303,25 +293,21 @@ class _Recorder:
             inner = self._result(step)
             step, is_tuple = ProgramStep(self._printer.helper("several"), [inner]), True
             step.pattern = ", ".join([*["{}"] * len(call.outputs), "*_"])
-        several = is_tuple is None and call.operator in ("Split", "TopK")
         if call.operator == "SplitToSequence" and results is not None:
-            self._set(call, [self._elements(step, results)])
+            step = self._shared(step)
+            if not step.results:
+                step.is_tuple = True
+                step.results = [Value(tensor, step=step) for tensor in results]
+            self._set(call, [list(step.results)])
             return
-        self._add(call, step, results, is_tuple=bool(bodies or is_tuple or several))
+        has_several = bool(bodies or is_tuple) or (is_tuple is None and call.operator in ("Split", "TopK"))
+        self._add(call, step, results, is_tuple=has_several)
         if at_once or call.operator in _MAKE_ARRAYS:
             self.arrays.update(self.value(value) for value in call.outputs if value is not None)
 
-    def _elements(self, step: ProgramStep, shapes: Sequence[Shaped]) -> list[Value]:
-        """Record a call that returns a sequence, and return its elements."""
-        step = self._shared(step, draws=False)
-        if not step.results:
-            step.is_tuple = True
-            step.results = [Value(tensor, step=step) for tensor in shapes]
-        return list(step.results)
-
     def _add(self, call: Call, step: ProgramStep, shapes: Sequence[Shaped] | None, *, is_tuple: bool) -> None:
         """Record a call, and its results."""
-        step = self._shared(step, draws=call.operator in _DRAW)
+        step = step if call.operator in _DRAW else self._shared(step)
         if not step.results:
             count = len(shapes or call.outputs)
             used = [i for i, value in enumerate(call.outputs) if value is not None]
@@ -426,10 +412,13 @@ class _Recorder:
     def _nested(self, call: Call, plan: Plan) -> Body:
         """Return a nested graph as a function that is defined before the call."""
         arguments = {value: Value() for value in plan.inputs.values()}
-        inner = self.inner(arguments, arguments.values() if call.operator == "Loop" else ())
+        inner = _Recorder(self._printer, self._framework)
+        inner._sizes, inner._constants, inner._written = self._sizes, self._constants, dict(self._written)
+        inner._values = {**self._values, **arguments}
+        inner.arrays = {*self.arrays, *(arguments.values() if call.operator == "Loop" else ())}
         inner.record(plan)
         outputs = [inner._one(value) for value in plan.outputs]
-        outside = {step for value in [*self._values.values()] if isinstance(value, Value) for step in in_order([value])}
+        outside = {step for value in self._values.values() if isinstance(value, Value) for step in in_order([value])}
         outside |= {step for size in self._sizes.roles for step in in_order([size])}
         steps = [step for step in in_order(outputs) if step not in outside]
         types = f"{{}}.types = [{', '.join(map(type_literal, plan.outputs))}]"
