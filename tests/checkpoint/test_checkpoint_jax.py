@@ -21,7 +21,7 @@ from paths import CHECKPOINTS
 import onward
 from onward.checkpoint import StoredTensor, Tensor
 from onward.checkpoint.formats import orbax as zarr_tree
-from onward.checkpoint.pytree import messages
+from onward.checkpoint.pytree import flax_msgpack
 from onward.recipe.spec import parse
 
 pytestmark = needs("jax", "optax", "orbax", "flax")
@@ -114,7 +114,7 @@ def test_messages_are_those_of_flax(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from flax import serialization
 
     monkeypatch.setattr(serialization, "MAX_CHUNK_SIZE", largest)
-    monkeypatch.setattr(messages, "LARGEST_PIECE", largest)
+    monkeypatch.setattr(flax_msgpack, "LARGEST_PIECE", largest)
     numbers = [0, 1, -1, 127, 128, -32, -33, -128, -129, 70_000, 2**40, -(2**40), 2**63, 1.5, float("inf")]
     tree = {
         "params": {"w": np.arange(60, dtype=np.float32).reshape(3, 4, 5), "none": np.zeros((0, 2))},
@@ -125,9 +125,9 @@ def test_messages_are_those_of_flax(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     path = tmp_path / "state.msgpack"
     path.write_bytes(serialization.msgpack_serialize(tree))
-    ours = messages.read_messages(path)
+    ours = flax_msgpack.read_messages(path)
     written = io.BytesIO()
-    messages.write_messages(ours, written)
+    flax_msgpack.write_messages(ours, written)
     assert written.getvalue() == path.read_bytes()
     same(loaded(ours), serialization.msgpack_restore(path.read_bytes()))
     assert largest == 64 or isinstance(ours["params"]["w"], StoredTensor)

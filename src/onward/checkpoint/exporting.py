@@ -74,7 +74,7 @@ def to_checkpoint(
 
 
 _WITH_STEP = ("hf", "lightning", "deepspeed", "megatron", "orbax", "flax", "tensorflow")
-"""Formats that continue from a counter of updates of their own."""
+"""Formats with a counter of updates, from which a resumed run continues."""
 
 
 def _in_order_of_tensors(checkpoint: Checkpoint) -> Checkpoint:
@@ -106,7 +106,7 @@ def format_named(name: str) -> Format:
     formats = writable()
     if name not in formats:
         hint = suggest(name, formats) or f"use one of {', '.join(formats)}"
-        raise UnknownNameError(f"there is no format `{name}` that can be written", hint=hint)
+        raise UnknownNameError(f"cannot write the format `{name}`", hint=hint)
     return formats[name]
 
 

@@ -252,7 +252,7 @@ def _transposed_matrices(
     elif transposed and ambiguous:
         problems.add(
             f"some matrices are stored the other way round, and of {list_names(ambiguous, 3)} it cannot be told",
-            "export the model with its weights as they are in the framework",
+            "export the model without transposed weights: `torch.onnx.export(..., optimize=False)`",
         )
         problems.refuse()
     if transposed:

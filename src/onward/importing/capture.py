@@ -183,7 +183,7 @@ def _import_object(location: str) -> Any:
         return getattr(importlib.import_module(package), name)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(
-            f"there is no `{location}`: {first_line(error)}", hint="use the form `package.module:Class`"
+            f"cannot import `{location}`: {first_line(error)}", hint="use the form `package.module:Class`"
         ) from error
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from operator import or_
 
 import onnx_ir as ir
 
@@ -375,7 +377,4 @@ def _bit(state: State, group_of: dict[str, int]) -> int:
 
 
 def _join_bits(bits: dict[ir.Value, int], values: Iterable[ir.Value]) -> int:
-    joined = 0
-    for value in values:
-        joined |= bits.get(value, 0)
-    return joined
+    return reduce(or_, (bits.get(value, 0) for value in values), 0)

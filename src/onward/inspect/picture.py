@@ -45,10 +45,10 @@ _MOST_NAME, _MOST_TITLE, _MOST_ROW = 80, 36, 44
 _STYLES = {
     "input": ("input", "#f3f4f6", "#7c8591", "#22272e", "#8b949e"),
     "inference": ("inference", "#e5f0fc", "#3f7fc4", "#12263d", "#5b9be0"),
-    "training": ("the same in training mode", "#dff5f1", "#238b7b", "#0d2b27", "#3fb9a6"),
+    "training": ("forward pass in training mode", "#dff5f1", "#238b7b", "#0d2b27", "#3fb9a6"),
     "loss": ("loss", "#fde8e8", "#cc4b4f", "#3a1618", "#ea7377"),
     "gradient": ("gradient", "#efe7fb", "#7f57c2", "#261a3d", "#a988e6"),
-    "update": ("what is done with gradients", "#fdf3e3", "#c98a2b", "#33240c", "#dba24b"),
+    "update": ("clipping, sums and scaling of gradients", "#fdf3e3", "#c98a2b", "#33240c", "#dba24b"),
     "schedule": ("schedule", "#f8f6dc", "#9a8a1c", "#2b280c", "#c3b44a"),
     "optimizer": ("optimizer", "#fce0bd", "#bf6f0e", "#40280a", "#ef9f3c"),
     "state": ("state", "#e3f4e3", "#3f9142", "#12301a", "#5cb862"),
@@ -297,7 +297,7 @@ def _move(layer: Sequence[int], targets: Sequence[Point], xs: list[float], half:
     """Move a layer towards targets (position, weight) by least squares. Order and distances are kept."""
     apart = [half[a] + half[b] + (_EDGE_GAP if _BEND in (half[a], half[b]) else _GAP) for a, b in pairwise(layer)]
     offsets = list(accumulate(apart, initial=0.0))
-    pools: list[tuple[float, float, int]] = []  # mean, weight, length: neighbours that have met move as one
+    pools: list[tuple[float, float, int]] = []  # mean, weight, length: neighbors that have met move as one
     for (x, weight), offset in zip(targets, offsets, strict=True):
         mean, total, length = x - offset, weight, 1
         while pools and pools[-1][0] >= mean:

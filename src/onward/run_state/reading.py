@@ -46,12 +46,6 @@ class LossTerm:
     scale: float
 
 
-def read_training(model: Model, index: int) -> RunState:
-    """Return the run of a step without its state, as far as it is known."""
-    with blame_model():
-        return _read_training(model, index)
-
-
 @contextmanager
 def blame_model() -> Iterator[None]:
     """Turn errors that a broken model causes into an InvalidModelError."""
@@ -63,15 +57,15 @@ def blame_model() -> Iterator[None]:
         raise InvalidModelError(f"the model is invalid: {error}", hint="run `onward check`") from error
 
 
-def _read_training(model: Model, index: int) -> RunState:
+@blame_model()
+def read_training(model: Model, index: int) -> RunState:
+    """Return the run of a step without its state, as far as it is known."""
     step = model.step(index)
     schedule = _schedule(step)
     counters = {base_name(state.name): state for state in states(model, index) if state.role == "counter"}
     counter = counters.get(STEP) or (next(iter(counters.values())) if len(counters) == 1 else None)
     count = number(counter.value) if counter is not None else None
     updates = int(count) if isinstance(count, int | float) else None
-    fact = step.fact("train.progress")
-    recorded = plain(fact) if isinstance(fact, dict) else {}
     return RunState(
         model=model,
         loss=read_terms(step),
@@ -79,7 +73,7 @@ def _read_training(model: Model, index: int) -> RunState:
         step=updates or 0,
         schedule=schedule,
         clip=_clip(step),
-        progress={**recorded, "step": updates},
+        progress={**_recorded(step.fact("train.progress")), "step": updates},
         accumulate=current(step, "accumulate"),  # type: ignore[arg-type]
         waiting=current(step, "micro_step"),  # type: ignore[arg-type]
         average_decay=current(step, "ema/decay"),  # type: ignore[arg-type]
@@ -90,24 +84,21 @@ def _read_training(model: Model, index: int) -> RunState:
 
 def read_terms(step: Step) -> list[LossTerm]:
     """Return the summands of the loss; none if the file does not record them."""
-    terms = []
-    for fact in records(step.fact("train.loss")):
-        if "name" in fact:
-            options, scale = fact.get("options"), fact.get("scale")
-            terms.append(
-                LossTerm(
-                    name=str(fact["name"]),
-                    output=str(fact.get("output", "")),
-                    inputs=texts(fact.get("inputs")),
-                    options=plain(options) if isinstance(options, dict) else {},
-                    scale=float(scale) if isinstance(scale, int | float) else 1.0,
-                )
-            )
-    return terms
+    return [
+        LossTerm(
+            name=str(fact["name"]),
+            output=str(fact.get("output", "")),
+            inputs=texts(fact.get("inputs")),
+            options=_recorded(fact.get("options")),
+            scale=float(scale) if isinstance(scale := fact.get("scale"), int | float) else 1.0,
+        )
+        for fact in records(step.fact("train.loss"))
+        if "name" in fact
+    ]
 
 
 def differentiated_values(model: Model, step: Step) -> dict[str, ir.Value | None]:
-    """Return the `y` of each Gradient, by name; None if there is no such value."""
+    """Return the `y` of each Gradient, by name; None for a missing value."""
     graphs = [model.graph, *graphs_in(step.algorithm)]
     named = {value.name: value for graph in graphs for value in values(graph)}
     return {name: named.get(name) for node in step.gradients() if (name := string(node, "y"))}
@@ -123,11 +114,9 @@ def _schedule(step: Step) -> list[Spec]:
     for i, fact in enumerate(facts):
         prefix = "schedule" if len(facts) == 1 else f"schedule/{i}"
         recorded = {key: plain(value) for key, value in fact.items() if key != "name"}
-        schedule_kind = SCHEDULES.get(str(fact["name"]))
-        choices = {
-            key: value for key, value in recorded.items() if schedule_kind is not None and key in schedule_kind.choices
-        }
-        names = dict.fromkeys([*recorded, *(schedule_kind.options if schedule_kind is not None else ())])
+        definition = SCHEDULES.get(str(fact["name"]))
+        choices = {key: value for key, value in recorded.items() if definition and key in definition.choices}
+        names = dict.fromkeys([*recorded, *(definition.options if definition else ())])
         now = {key: current(step, f"{prefix}/{key}") for key in names if key not in choices}
         numbers = {key: recorded.get(key) if value is None else value for key, value in now.items()}
         if not numbers.get("warmup"):  # without warm-up, the graph has none of its numbers
@@ -137,7 +126,7 @@ def _schedule(step: Step) -> list[Spec]:
 
 
 def _clip(step: Step) -> dict[str, Any] | None:
-    """Return the gradient clipping: of all gradients by one norm, or of each by its own."""
+    """Return the gradient clipping: by value, by global norm, or each gradient by its own norm."""
     calls = [node for node in step.algorithm.all_nodes() if node.domain == DOMAIN]
     by_value = [node for node in calls if node.op_type == clip_to_value.name]
     by_norm = [node for node in calls if node.op_type in (scale_to_norm.name, scale_to_norm_optax.name)]
@@ -192,7 +181,7 @@ _STANDARD: dict[str, dict[str, tuple[str, float | str]]] = {
         "norm_coefficient_post": ("weight_decay_post", 0.0),
     },
 }
-_SELDOM = ("mode", "weight_decay_post")
+_LISTED_IF_SET = ("mode", "weight_decay_post")
 """Settings that are listed only if they differ from the default."""
 
 
@@ -270,7 +259,7 @@ def _standard_settings(node: ir.Node) -> dict[str, Setting]:
     for attribute, (name, default) in _STANDARD[node.op_type].items():
         value = _attribute(node, attribute)
         value = default if value is None else value
-        if name not in _SELDOM or value != default:
+        if name not in _LISTED_IF_SET or value != default:
             settings[name] = 1 - value if name == "dampening" and isinstance(value, float) else value
     return settings
 
@@ -302,16 +291,14 @@ def _attribute(node: ir.Node, name: str) -> Setting:
 
 def _group(step: Step, updates: Sequence[_Update], fact: dict[str, Any], name: str) -> ParameterGroup:
     """Return a group: the recorded settings, updated by those in the graph."""
-    recorded, options, hyper = fact.get("hyper"), fact.get("options"), updates[0].hyper
-    if isinstance(options, dict) and "nesterov" in options:
+    choices, hyper = _recorded(fact.get("options")), updates[0].hyper
+    if "nesterov" in choices:
         hyper = {key: value for key, value in hyper.items() if key != "mode"}  # the same in other words
     if fact:
-        numbers = plain(recorded) if isinstance(recorded, dict) else {}
-        is_standard = updates[0].operator.startswith(TRAINING_DOMAIN)
+        numbers, is_standard = _recorded(fact.get("hyper")), updates[0].operator.startswith(TRAINING_DOMAIN)
         observed = {key: value for key, value in hyper.items() if key in numbers or is_standard}
         hyper = {**numbers, **observed, **_tagged_numbers(step, name)}
     name_of_optimizer = str(fact["name"]) if "name" in fact else updates[0].optimizer
-    choices = plain(options) if isinstance(options, dict) else {}
     return ParameterGroup(
         optimizer=None if name_of_optimizer is None else Spec(name_of_optimizer, {**hyper, **choices}),
         parameters=tuple(update.parameter for update in updates),
@@ -385,11 +372,11 @@ def last_update(schedule: Sequence[Spec]) -> int | None:
 
 
 def _part(op: Builder, section: Spec) -> SchedulePart:
-    schedule_kind = schedule(section.name)
-    choices = {name: section.options.get(name, allowed[0]) for name, allowed in schedule_kind.choices.items()}
+    definition = schedule(section.name)
+    choices = {name: section.options.get(name, allowed[0]) for name, allowed in definition.choices.items()}
     numbers = {k: op.constant(np.asarray(v, np.float64)) for k, v in section.options.items() if k not in choices}
     until = numbers.pop("until", None)
-    return SchedulePart(schedule_kind, numbers, choices, until)
+    return SchedulePart(definition, numbers, choices, until)
 
 
 # ---- single values ---------------------------------------------------------------------------------------------------
@@ -417,8 +404,12 @@ def plain(item: Any) -> Any:
     return item if isinstance(item, str | int | float | bool) or item is None else str(item)
 
 
+def _recorded(fact: Any) -> dict[str, Any]:
+    return plain(fact) if isinstance(fact, dict) else {}
+
+
 def setting(value: ir.Value | None) -> Setting:
-    """Return a number that an operator depends on, if it is known without execution."""
+    """Return the number in a value, "computed", or the name of the input that holds it."""
     origin = source_of(value)
     if origin is None:
         return None
@@ -431,19 +422,15 @@ def setting(value: ir.Value | None) -> Setting:
 def computing_node(value: ir.Value | None) -> tuple[ir.Node, int] | None:
     """Return the operator of a new state and its output index, also in an `If`."""
     seen: set[ir.Value] = set()
-    while value is not None and value not in seen:
+    while value is not None and value not in seen and (node := value.producer()) is not None:
         seen.add(value)
-        node = value.producer()
-        if node is None:
-            return None
-        following = _behind(node, value.index() or 0)
-        if following is None:
-            return node, value.index() or 0
-        value = following
+        index = value.index() or 0
+        if (value := _passed_on(node, index)) is None:
+            return node, index
     return None
 
 
-def _behind(node: ir.Node, index: int) -> ir.Value | None:
+def _passed_on(node: ir.Node, index: int) -> ir.Value | None:
     """Return the value that an operator only passes on or selects."""
     if node.op_type == "If":
         outputs = [graph.outputs[index] for graph in nested_graphs(node) if index < len(graph.outputs)]

@@ -26,6 +26,8 @@ MASTER = "master"
 """The slot that holds a float32 copy of a parameter of a narrower type."""
 COUNT = "step"
 """The slot that holds the number of updates of a parameter."""
+RUN_ITSELF = "run the training model itself: `onward.engines.start(model, engine=...)`"
+"""The hint of an error about a training model that objects of a framework cannot represent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ class ParameterGroup:
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Hyper-parameters as stored, by the framework's names; `lr` is the current rate."""
     rate: float | None = None
-    """The learning rate of the next update, if a training model says it."""
+    """Learning rate of the next update; None without a training model."""
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Hyper-parameters in words of a recipe, if the class is unknown."""
     name: str = ""
@@ -61,8 +63,7 @@ class ParameterGroup:
         if isinstance(self.optimizer, Spec):
             return self.optimizer
         raise UnsupportedError(
-            f"the optimizer `{self.optimizer_name}` is a function without a name in recipes",
-            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
+            f"the optimizer `{self.optimizer_name}` is a function without a name in recipes", hint=RUN_ITSELF
         )
 
     @property
@@ -91,15 +92,13 @@ class OptimizerState:
     """Possible names in recipes, by its slots: one, several with the same slots, or none."""
     groups: tuple[ParameterGroup, ...]
     slots: Mapping[str | int, Mapping[str, Any]]
-    """Tensors and single numbers of each parameter. The names are those of a recipe's optimizers
-    (`exp_avg`,
+    """Tensors and single numbers of each parameter, by their names in recipes (`exp_avg`,
     `momentum_buffer`), with `step` and `master`."""
     variant: str = "torch"
-    """Framework whose arithmetic it has, if no group names its optimizer."""
+    """Framework whose arithmetic it uses, if no group names its optimizer."""
 
     @property
     def title(self) -> str:
-        """Return the families as text."""
         return " or ".join(self.families) or "of an unknown kind"
 
     @property
@@ -114,7 +113,7 @@ class OptimizerState:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        return (tensor for slots in self.slots.values() for tensor in slots.values() if isinstance(tensor, Tensor))
+        return (value for slots in self.slots.values() for value in slots.values() if isinstance(value, Tensor))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,11 +169,11 @@ class RunState:
     # ---- as a framework stores it, with its names ----
 
     tensors: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    """Parameters and buffers, where there is no model."""
+    """Parameters and buffers, if `model` is None."""
     optimizers: tuple[OptimizerState, ...] = ()
     schedules: tuple[SchedulerState, ...] = ()
     since: int = 0
-    """Updates since it was stored, by a training model that was made of it."""
+    """Updates that a training model made after the checkpoint was stored."""
     progress: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Steps, epochs and the like."""
     randomness: tuple[RandomState, ...] = ()
@@ -191,7 +190,7 @@ class RunState:
     accumulate: int | None = None
     """Batches for each update. None: unknown. 0: several, and their number is unknown."""
     waiting: int = 0
-    """Batches since the last update, whose gradients only the stored files have."""
+    """Batches since the last update. Their gradients are only in the stored files."""
     tied: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Further names of tensors."""
     keeps_order: bool = False

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onward.errors import UnsupportedError, list_names
 from onward.lowering import lower
-from onward.model import Model, Step
+from onward.model import Model
 from onward.model.core import string, values
 from onward.model.state import PARAMETER_KEY, SLOT_KEY, STEP, states
 from onward.model.walk import source_of
@@ -23,9 +23,8 @@ from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.spec import Spec
 from onward.rules.quantization import rounds, rounds_only_in_pairs
 from onward.run_state.completeness import differences
-from onward.run_state.problems import Problems
 from onward.run_state.reading import LossTerm, computing_node, read_training
-from onward.run_state.state import ParameterGroup, RunState
+from onward.run_state.state import RUN_ITSELF, ParameterGroup, RunState
 from onward.runtime.sessions import evaluate
 from onward.standard import IR_VERSION
 from onward.transform.quantized import RANGE_KEY
@@ -69,7 +68,7 @@ def step_of(model: Model, requested: int | None = None) -> int:
     if not model.steps:
         raise UnsupportedError(
             "this is an inference model, which holds no training",
-            hint="prepare it first: `onward prepare`, or `onward.prepare`",
+            hint="prepare it first: `onward prepare model.onnx --loss cross_entropy`, or `onward.prepare`",
         )
     if requested is None and len(model.steps) > 1:
         names = ", ".join(f"`{step.algorithm.name}`" for step in model.steps)
@@ -81,7 +80,7 @@ def step_of(model: Model, requested: int | None = None) -> int:
 
 
 def only_step_of(model: Model, requested: int | None = None) -> int:
-    """Return the index of the only step, for frameworks that cannot carry several."""
+    """Return the index of the only step, for frameworks that cannot hold several."""
     index = step_of(model, requested)
     if len(model.steps) > 1:
         raise UnsupportedError(
@@ -92,21 +91,17 @@ def only_step_of(model: Model, requested: int | None = None) -> int:
 
 
 def refuse_rounding(model: Model, *, in_pairs: bool) -> None:
-    """Raise an UnsupportedError if gradients pass through rounding, which frameworks do not
-    support.
+    """Raise an UnsupportedError if gradients pass through rounding, as frameworks return zero.
 
     With `in_pairs`, a QuantizeLinear with its DequantizeLinear is supported.
     """
+    reason = None
     if any(RANGE_KEY in node.metadata_props for node in model.graph):
-        raise UnsupportedError(
-            "the quantization ranges change in training, which objects of a framework do not do",
-            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
-        )
-    if rounds(model) and not (in_pairs and rounds_only_in_pairs(model)):
-        raise UnsupportedError(
-            "the model rounds to integers, where gradients of the framework would be zero",
-            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
-        )
+        reason = "the quantization ranges change in training, which objects of a framework do not do"
+    elif rounds(model) and not (in_pairs and rounds_only_in_pairs(model)):
+        reason = "the model rounds to integers, where gradients of the framework would be zero"
+    if reason:
+        raise UnsupportedError(reason, hint=RUN_ITSELF)
 
 
 def from_training_model(model: Model, index: int = 0, *, forward: bool = True) -> RunState:
@@ -116,42 +111,28 @@ def from_training_model(model: Model, index: int = 0, *, forward: bool = True) -
     """
     run = _read_run_state(model, step_of(model, index))
     refuse_rounding(model, in_pairs=forward)
+    step = model.step(index)
+    recipe = step.fact("train.recipe") or {}
     if not forward:
-        _check_differentiated(model.step(index))
-    if forward and any(term.spec.name == "custom" for term in terms(run.loss)):
-        raise UnsupportedError(
-            "the loss is a custom graph, which no framework has as an object",
-            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
-        )
-    if forward and any("constant" in fact for fact in model.step(index).fact("train.loss")):
-        raise UnsupportedError(
-            "the loss compares an output with a constant, which no framework has as an object",
-            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
-        )
-    left_out = differences(model, index, _rewritten(run, forward), forward=forward)
-    if left_out:
-        reasons = [
-            _UNSUPPORTED[key] for key in model.step(index).fact("train.recipe") or {} if key in _UNSUPPORTED and forward
-        ]
-        problems = Problems("the training model")
-        for reason in reasons or [f"it computes {' and '.join(left_out[:3])} differently from its recipe"]:
-            problems.add(reason, "run it itself: `onward.engines.start(model, engine=...)`")
-        problems.refuse()
+        reported = {value.name for value in step.algorithm.outputs} - {*step.update.values()}
+        others = [y for node in step.gradients() if (y := string(node, "y")) not in reported]
+        if (others or len(step.gradients()) != 1) and "loss_scale" in recipe:
+            raise _not_carried("it scales its loss")
+        if others or len(step.gradients()) != 1:
+            raise _not_carried(f"it differentiates {list_names(others, 3) or 'more than its loss'}")
+    elif any(term.spec.name == "custom" for term in terms(run.loss)):
+        raise UnsupportedError("the loss is a custom graph, which no framework has as an object", hint=RUN_ITSELF)
+    elif any("constant" in fact for fact in step.fact("train.loss")):
+        reason = "the loss compares an output with a constant, which no framework has as an object"
+        raise UnsupportedError(reason, hint=RUN_ITSELF)
+    if left_out := differences(model, index, _rewritten(run, forward), forward=forward):
+        reasons = [_UNSUPPORTED[key] for key in recipe if key in _UNSUPPORTED and forward]
+        raise _not_carried(*reasons or [f"it computes {' and '.join(left_out[:3])} differently from its recipe"])
     return run
 
 
-def _check_differentiated(step: Step) -> None:
-    """Raise an UnsupportedError unless the step differentiates the loss that it reports."""
-    reported = {value.name for value in step.algorithm.outputs} - {*step.update.values()}
-    others = [y for node in step.gradients() if (y := string(node, "y")) not in reported]
-    if others or len(step.gradients()) != 1:
-        is_scaled = "loss_scale" in (step.fact("train.recipe") or {})
-        reason = (
-            "it scales its loss" if is_scaled else f"it differentiates {list_names(others, 3) or 'more than its loss'}"
-        )
-        problems = Problems("the training model")
-        problems.add(reason, "run it itself: `onward.engines.start(model, engine=...)`")
-        problems.refuse()
+def _not_carried(*reasons: str) -> UnsupportedError:
+    return UnsupportedError(f"the training model cannot be carried over: {'; '.join(reasons)}", hint=RUN_ITSELF)
 
 
 _UNSUPPORTED = {
@@ -185,10 +166,8 @@ def _read_run_state(model: Model, index: int) -> RunState:
     unknown = [group.name for group in run.groups if group.optimizer is None]
     if unknown or not run.loss:
         subject = f"the updates of {', '.join(unknown)} are" if unknown else "the loss is"
-        raise UnsupportedError(
-            f"{subject} written in plain operators, which no framework has as an object",
-            hint="run the training model itself: `onward.engines.start(model, engine=...)`",
-        )
+        reason = f"{subject} written in plain operators, which no framework has as an object"
+        raise UnsupportedError(reason, hint=RUN_ITSELF)
     own = [state for state in states(model, index) if state.role not in ("parameter", "statistics")]
     recipe = model.step(index).fact("train.recipe") or {}
     return RunState(
@@ -227,9 +206,7 @@ def optimizer_of(model: Model, index: int, group: ParameterGroup) -> Spec | Func
     definition = optimizer(group.spec.name)
     options = {key: value for key, value in group.spec.options.items() if key not in group.settings}
     choices = {key: value for key, value in options.items() if key in definition.choices}
-    numbers = {
-        k: value for k, value in group.settings.items() if k in definition.hyper and isinstance(value, int | float)
-    }
+    numbers = {k: v for k, v in group.settings.items() if k in definition.hyper and isinstance(v, int | float)}
     default = definition.configure()  # some choices would be refused without the numbers that go with them
     complete = dataclasses.replace(
         default, values={**definition.hyper, **numbers}, options={**default.options, **choices}
@@ -246,7 +223,10 @@ _SCALARS = {RATE: ir.DataType.DOUBLE, COUNT: ir.DataType.INT64}
 def _function_of(model: Model, index: int, group: ParameterGroup) -> FunctionOptimizer:
     """Return the function of a group as a graph, whose inputs have the current names of state."""
     step = model.step(index)
-    call = _call(step, group.parameters[0])
+    computed = {value.name: value for value in values(step.algorithm)}
+    match = computing_node(computed[step.update[group.parameters[0]]])
+    assert match is not None
+    call = match[0]
     functions = {key: function.clone() for key, function in model.functions.items()}
     graph = functions.pop(call.op_identifier()).graph
     origins = [source_of(value) for value in call.inputs]
@@ -269,13 +249,6 @@ def _function_of(model: Model, index: int, group: ParameterGroup) -> FunctionOpt
     function_optimizer = FunctionOptimizer(group.spec.name, update, float(str(group.settings[RATE])))
     initial = {v.name: initial_state[v.name] for v in function_optimizer.state if v.name in initial_state}
     return dataclasses.replace(function_optimizer, initial=initial)
-
-
-def _call(step: Step, parameter: str) -> ir.Node:
-    computed = {value.name: value for value in values(step.algorithm)}
-    match = computing_node(computed[step.update[parameter]])
-    assert match is not None
-    return match[0]
 
 
 def _names(formals: Sequence[str], origins: Sequence[ir.Value | None], parameters: Sequence[str]) -> list[str]:

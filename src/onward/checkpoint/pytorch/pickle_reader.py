@@ -6,8 +6,8 @@ arrays of numpy, of which checkpoints consist, are created.
 
 A pickle of 500 bytes can describe a tree of 2 ** 60 parts by repeating one, and can make Python
 hash all of them. The machine therefore counts its operations, checks keys before they are hashed,
-and refuses trees that are much larger written out than as a pickle. Walks over a result need no
-limit of their own.
+and refuses trees that are much larger written out than as a pickle. Walks over a result therefore
+need no further limit.
 """
 
 from __future__ import annotations
