@@ -367,7 +367,7 @@ def test_a_module_by_where_it_is(tmp_path: Path) -> None:
     close(steps_of_onward(model, range(5, 10))[0], expected)
     for module, said in {
         "checkpoint_runs": "names no class",
-        "checkpoint_runs:nothing": "there is no `checkpoint_runs:nothing`",
+        "checkpoint_runs:nothing": "cannot import `checkpoint_runs:nothing`",
         "checkpoint_runs:SIZE": "neither a module nor its class",
     }.items():
         with pytest.raises(onward.Error, match=said):

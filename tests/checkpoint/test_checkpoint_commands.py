@@ -323,4 +323,4 @@ def test_refusals(folder: Path) -> None:
     assert "is not empty" in failed("convert", "run.pt", "--to", "dcp", "-o", "new", "--force")[0]
     said, hint = failed("train", "digits.onnx", "--data", "x.npz", "--loss", "mse", "--names", "names.txt")
     assert "`names` has no effect" in said and "--checkpoint" in hint
-    assert "there is no `nothing`" in failed("diff", "run.pt", "nothing")[0]
+    assert "`nothing` does not exist" in failed("diff", "run.pt", "nothing")[0]

@@ -43,7 +43,7 @@ def test_broken_folders_of_ray(tmp_path: Path) -> None:
     for at, (changes, words) in enumerate([
         ({"newest": "../../etc"}, "leads out"),
         ({"newest": "checkpoint_2026-03"}, "is missing"),
-        ({}, "holds none"),
+        ({}, "holds no checkpoint"),
         ({"latest_checkpoint_result": 3}, "names no checkpoint"),
         ({"latest_checkpoint_result": None}, "names no checkpoint"),
     ]):  # fmt: skip

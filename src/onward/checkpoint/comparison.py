@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -90,7 +91,7 @@ def diff(
     - `a`, `b`: paths, checkpoints or models; tensors are read one at a time
     - `atol`, `rtol`: tolerance of numbers: `atol + rtol * abs(second)`
     """
-    first, second = _describe(a), _describe(b)
+    first, second = _checkpoint(a), _checkpoint(b)
     rules: list[str] = []
     names = pair_names(first, second, rules)
     first, second = _name_slots(first, second, names, rules)
@@ -100,19 +101,21 @@ def diff(
     is_transposed = {pair.name: pair.is_transposed for pair in tensors}
     slots, second_slots = [], _slots(second)
     for (name, slot), tensor in _slots(first).items():
-        if (key := (names.get(str(name), name), slot)) in second_slots:
+        other = names.get(str(name), name)
+        if (value := second_slots.get((other, slot))) is not None:
             is_pair_transposed = is_transposed.get(str(name), False)
-            slots.append(compare(f"{name}/{slot}", tensor, f"{key[0]}/{slot}", second_slots[key], is_pair_transposed))
+            slots.append(compare(f"{name}/{slot}", tensor, f"{other}/{slot}", value, is_pair_transposed))
     for name, tensor in first.averages.items():
-        if (other_name := names.get(name, name)) in second.averages:
-            average, is_pair_transposed = second.averages[other_name], is_transposed.get(name, False)
-            tensors.append(compare(_average(name), tensor, _average(other_name), average, is_pair_transposed))
+        other = names.get(name, name)
+        if (value := second.averages.get(other)) is not None:
+            is_pair_transposed = is_transposed.get(name, False)
+            tensors.append(compare(_average(name), tensor, _average(other), value, is_pair_transposed))
     only_a, only_b = _only(first, second, [*tensors, *slots])
     all_facts = tuple(facts(first, second, names))
     return Comparison(first, second, tuple(tensors), tuple(slots), only_a, only_b, all_facts, tuple(rules))
 
 
-def _describe(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint:
+def _checkpoint(source: Model | Checkpoint | str | os.PathLike[str]) -> Checkpoint:
     model = open_either(source)
     if isinstance(model, Checkpoint):
         return model
@@ -127,20 +130,15 @@ def _name_slots(
     a: Checkpoint, b: Checkpoint, names: Mapping[str, str], rules: list[str]
 ) -> tuple[Checkpoint, Checkpoint]:
     """Return both with names for their optimizer state, if one of them has names."""
-    a, b = _with_own_names(a), _with_own_names(b)
-    first_names = {other_name: name for name, other_name in names.items()}
+    with contextlib.suppress(UnsupportedError):
+        a = with_own_names(a)
+    with contextlib.suppress(UnsupportedError):
+        b = with_own_names(b)
     if not a.has_names and b.has_names:
-        a = _with_names_of_other(a, b, first_names, rules)
+        a = _with_names_of_other(a, b, {other: name for name, other in names.items()}, rules)
     elif not b.has_names and a.has_names:
         b = _with_names_of_other(b, a, names, rules)
     return a, b
-
-
-def _with_own_names(checkpoint: Checkpoint) -> Checkpoint:
-    try:
-        return with_own_names(checkpoint)
-    except UnsupportedError:
-        return checkpoint
 
 
 def _with_names_of_other(
@@ -149,11 +147,9 @@ def _with_names_of_other(
     groups = [[names.get(str(name), str(name)) for name in group.parameters] for group in other.stored_groups]
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     orders = {"the groups of the other": groups, "the order of the other": [[*itertools.chain(*groups)]]}
+    in_trainer = checkpoint.format == TRAINER
     try:
-        renamed = [
-            with_names(optimizer, orders, shapes, in_trainer=checkpoint.format == TRAINER)
-            for optimizer in checkpoint.optimizers
-        ]
+        renamed = [with_names(item, orders, shapes, in_trainer=in_trainer) for item in checkpoint.optimizers]
     except UnsupportedError as error:
         rules.append(f"{checkpoint.path}: {error.message}")
         return checkpoint
@@ -299,11 +295,9 @@ def _groups(a: Checkpoint, b: Checkpoint, names: Mapping[str, str]) -> Iterator[
             both.setdefault((id(group), id(second)), (group, second, []))[2].append(name)
     for first, second, parameters in both.values():
         suffix = "" if len(both) == 1 else f" of {len(parameters)} parameters, {parameters[0]} first"
-        first_words, second_words = _words(first), _words(second)
-        yield from (
-            _fact(f"{key}{suffix}", first_words.get(key), second_words.get(key))
-            for key in {**first_words, **second_words}
-        )
+        words, other_words = _words(first), _words(second)
+        for key in {**words, **other_words}:
+            yield _fact(f"{key}{suffix}", words.get(key), other_words.get(key))
         rates = _rate(first), _rate(second)
         if None not in rates:
             yield _fact(f"learning rate now{suffix}", *rates)
@@ -329,16 +323,13 @@ def _rate(group: ParameterGroup) -> Any:
 
 def _schedules(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
     first, second = ([schedule for schedule in checkpoint.schedules if schedule.words != ()] for checkpoint in (a, b))
-    for at in range(max(len(first), len(second))):
-        yield _schedule(first[at] if at < len(first) else None, second[at] if at < len(second) else None)
-
-
-def _schedule(a: SchedulerState | None, b: SchedulerState | None) -> Fact:
-    if a is None or b is None:
-        return Fact("schedule", _schedule_text(a), _schedule_text(b), False)
-    has_words = a.words is not None and b.words is not None
-    equal = same(_plain(a.words), _plain(b.words)) if has_words else a.words is b.words and same(a.state, b.state)
-    return Fact("schedule", _schedule_text(a), _schedule_text(b), equal and a.position == b.position)
+    for one, other in itertools.zip_longest(first, second):
+        equal = bool(one and other) and one.position == other.position
+        if equal and one.words is not None and other.words is not None:
+            equal = same(_plain(one.words), _plain(other.words))
+        elif equal:
+            equal = one.words is other.words and same(one.state, other.state)
+        yield Fact("schedule", _schedule_text(one), _schedule_text(other), equal)
 
 
 def _schedule_text(schedule: SchedulerState | None) -> str | None:
@@ -348,22 +339,17 @@ def _schedule_text(schedule: SchedulerState | None) -> str | None:
     return f"{words}, after {quantity(schedule.position or 0, 'step')}"
 
 
-def _plain(words: Sequence[Spec] | None) -> list[Spec]:
+def _plain(words: Sequence[Spec]) -> list[Spec]:
     """Return schedules without options that have no effect."""
-    return [Spec(spec.name, {k: v for k, v in spec.options.items() if v not in (None, 0)}) for spec in words or ()]
+    return [Spec(spec.name, {k: v for k, v in spec.options.items() if v not in (None, 0)}) for spec in words]
 
 
 def _random_states(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
-    first, second = (
-        {(random_state.kind, random_state.rank): random_state.state for random_state in side.randomness}
-        for side in (a, b)
-    )
-    for generator, rank in {**first, **second}:
-        key = (generator, rank)
+    first, second = ({(item.kind, item.rank): item.state for item in side.randomness} for side in (a, b))
+    for key in {**first, **second}:
+        generator, rank = key
         equal = key in first and key in second and same(first[key], second[key])
-        states = (
-            ("its state" if key in first else None),
-            ("its state" if equal else "another" if key in second else None),
-        )
+        state = "its state" if key in first else None
+        other_state = "its state" if equal else "another" if key in second else None
         suffix = f" of process {rank}" if rank else ""
-        yield Fact(f"random numbers, {generator}{suffix}", *states, equal)
+        yield Fact(f"random numbers, {generator}{suffix}", state, other_state, equal)

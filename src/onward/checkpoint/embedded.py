@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import onnx_ir as ir
@@ -56,6 +56,8 @@ def embed(model: Model, checkpoint: Checkpoint, matched: Match) -> None:
 
 
 class _TensorNames:
+    """Names under which a training model stores the tensors of its checkpoint."""
+
     def __init__(self, model: Model, checkpoint: Checkpoint, matched: Match):
         self._model = model
         self._algorithm = model.step().algorithm
@@ -73,24 +75,20 @@ class _TensorNames:
                 self._register(tensor, state_name, stored_name in matched.transposed)
         for optimizer in checkpoint.optimizers:
             for key, slots in optimizer.slots.items():
-                stored_name = str(key)
-                graph_name = matched.names.get(stored_name, "")
-                is_transposed = stored_name in matched.transposed
+                graph_name = matched.names.get(str(key), "")
                 for slot, value in slots.items():
                     state_name = f"{graph_name}/{slot}"
                     if slot == MASTER and state_name not in self._algorithm.initializers:
-                        state_name = graph_name  # the model has its weights in float32 themselves
+                        state_name = graph_name  # the weights of the model are in float32 themselves
                     if isinstance(value, Tensor) and self._has(state_name):
-                        self._register(value, state_name, is_transposed)
+                        self._register(value, state_name, str(key) in matched.transposed)
 
     def _has(self, name: str) -> bool:
         return name in self._algorithm.initializers or name in self._model.graph.initializers
 
     def _register(self, tensor: Tensor, name: str, is_transposed: bool) -> None:
         form: dict[str, Any] = {"name": name, "dtype": tensor.dtype.name}
-        if is_transposed and len(tensor.shape) == 2:
-            form["turned"] = True
-        self._names[_key(tensor)] = form
+        self._names[_key(tensor)] = {**form, "turned": True} if is_transposed and len(tensor.shape) == 2 else form
 
     def name_of(self, tensor: Tensor) -> dict[str, Any] | None:
         """Return the stored name of a tensor; None for a small one, which is written out."""
@@ -100,15 +98,12 @@ class _TensorNames:
         if key not in self._names:
             name = f"{_FOLDER}{self._others}"
             self._others += 1
-            value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=ir.TensorType(_type(tensor.dtype)))
+            tensor_type = ir.TensorType(ir.DataType.from_numpy(tensor.dtype))
+            value = ir.Value(name=name, shape=ir.Shape(tensor.shape), type=tensor_type)
             value.const_value = with_tags(as_initializer(tensor, name), role=KEPT, **self._random.get(key, {}))
             self._algorithm.initializers[name] = value
             self._register(tensor, name, is_transposed=False)
         return self._names[key]
-
-
-def _type(dtype: np.dtype) -> ir.DataType:
-    return ir.DataType.from_numpy(dtype)
 
 
 def _key(tensor: Tensor) -> Any:
@@ -116,16 +111,8 @@ def _key(tensor: Tensor) -> Any:
     return tensor if isinstance(tensor, StoredTensor) else id(tensor)
 
 
-class Embedded(NamedTuple):
-    """Checkpoint that a training model was made of."""
-
-    checkpoint: Checkpoint
-    """With the current values of tensors."""
-    match: Match
-
-
-def embedded_checkpoint(model: Model) -> Embedded | None:
-    """Return the checkpoint that a training model was made of, or None."""
+def embedded_checkpoint(model: Model) -> tuple[Checkpoint, Match] | None:
+    """Return the checkpoint that a training model was made of, with current values, and its names."""
     text = model.step().algorithm.metadata_props.get(FACT)
     if text is None:
         return None
@@ -136,8 +123,7 @@ def embedded_checkpoint(model: Model) -> Embedded | None:
         if key not in tensors:
             value = model.initializer(str(form["name"])).const_value
             assert value is not None
-            tensor: Tensor = ModelTensor(value)
-            tensor = transpose(tensor) if form.get("turned") else tensor
+            tensor = transpose(ModelTensor(value)) if form.get("turned") else ModelTensor(value)
             tensors[key] = convert_dtype(tensor, np.dtype(form["dtype"]))
         return tensors[key]
 
@@ -149,7 +135,7 @@ def embedded_checkpoint(model: Model) -> Embedded | None:
         checkpoint = decode(form, tensor_of)
         if not isinstance(checkpoint, Checkpoint):
             raise InvalidModelError("the training model does not hold a valid checkpoint")
-    return Embedded(checkpoint, matched)
+    return checkpoint, matched
 
 
 # ---- checkpoints as JSON ---------------------------------------------------------------------------------------------
@@ -215,7 +201,8 @@ class _Encoder:
         if type(tree) is float:
             return tree if math.isfinite(tree) else {"$float": str(tree)}
         if isinstance(tree, Tensor):
-            return self._tensor(tree)
+            name = self._name_of(tree)
+            return {"$tensor": _array_form(tree.array())} if name is None else {"$t": name}
         if isinstance(tree, Attributed):
             key = "$defaultdict" if isinstance(tree, WithDefault) else "$ordered"
             rest = [] if tree.attributes is None and not tree.arguments else [tree.arguments, tree.attributes]
@@ -238,35 +225,31 @@ class _Encoder:
         if isinstance(tree, complex):
             return {"$complex": [self.encode(tree.real), self.encode(tree.imag)]}
         if isinstance(tree, np.ndarray | np.generic):
-            tag = "$array" if isinstance(tree, np.ndarray) else "$number"
-            return {tag: [_dtype_name(tree.dtype), list(tree.shape), _text(np.ascontiguousarray(tree).tobytes())]}
+            return {"$array" if isinstance(tree, np.ndarray) else "$number": _array_form(tree)}
         if isinstance(tree, np.dtype):
             return {"$dtype": _dtype_name(tree)}
         if isinstance(tree, Name):
             return {"$name": [tree.module, tree.name]}
         if isinstance(tree, Object):
             number = self._objects[id(tree)] = len(self._objects)
-            parts = (tree.of, tree.arguments, tree.keywords, tree.state, tree.items, tree.entries, tree.is_instance)
-            return {"$object": [*map(self.encode, parts), number]}
+            fields = (tree.of, tree.arguments, tree.keywords, tree.state, tree.items, tree.entries, tree.is_instance)
+            return {"$object": [*map(self.encode, fields), number]}
         if type(tree) in RECORDS:
-            name, fields = RECORDS[type(tree)]
-            return {f"${name}": {field: self.encode(getattr(tree, field)) for field in fields}}
+            name, names = RECORDS[type(tree)]
+            return {f"${name}": {field: self.encode(getattr(tree, field)) for field in names}}
         if isinstance(tree, Path):
             return {"$path": str(tree)}
         raise TypeError(f"a {type(tree).__name__} cannot be kept")
-
-    def _tensor(self, tensor: Tensor) -> Any:
-        name = self._name_of(tensor)
-        if name is not None:
-            return {"$t": name}
-        array = tensor.array()
-        return {"$tensor": [_dtype_name(array.dtype), list(array.shape), _text(np.ascontiguousarray(array).tobytes())]}
 
     def _entries(self, tree: Mapping[Any, Any]) -> list[Any]:
         return [[self.encode(key), self.encode(value)] for key, value in tree.items()]
 
     def _list(self, items: Any) -> list[Any]:
         return [self.encode(item) for item in items]
+
+
+def _array_form(array: np.ndarray | np.generic) -> list[Any]:
+    return [_dtype_name(array.dtype), list(array.shape), _text(np.ascontiguousarray(array).tobytes())]
 
 
 def _dtype_name(dtype: np.dtype) -> str:
@@ -282,18 +265,15 @@ def decode(form: Any, tensor_of: TensorOf) -> Any:
     decoder = _Decoder(tensor_of)
     with blame_file("the checkpoint that the training model keeps is damaged", *SENSELESS, RecursionError):
         tree = decoder.decode(form)
-        decoder.refuse_unknown()
+        if not all(item.of.name for item in decoder.objects.values()):
+            raise ValueError("it refers to an object that it does not hold")
         return tree
 
 
 class _Decoder:
     def __init__(self, tensor_of: TensorOf):
         self._tensor_of = tensor_of
-        self._objects: dict[int, Object] = {}
-
-    def refuse_unknown(self) -> None:
-        if not all(item.of.name for item in self._objects.values()):
-            raise ValueError("it refers to an object that it does not hold")
+        self.objects: dict[int, Object] = {}
 
     def decode(self, form: Any) -> Any:
         if isinstance(form, list):
@@ -313,14 +293,14 @@ class _Decoder:
             "frozenset": lambda items: frozenset(self.decode(items)),
             "bytes": base64.b64decode,
             "bytearray": lambda text: bytearray(base64.b64decode(text)),
-            "complex": lambda parts: complex(*self.decode(parts)),
+            "complex": lambda numbers: complex(*self.decode(numbers)),
             "array": _array,
-            "number": lambda parts: _array(parts)[()],
-            "tensor": lambda parts: ArrayTensor(_array(parts)),
+            "number": lambda form: _array(form)[()],
+            "tensor": lambda form: ArrayTensor(_array(form)),
             "dtype": np.dtype,
-            "name": lambda parts: Name(*parts),
+            "name": lambda words: Name(*words),
             "object": self._object,
-            "again": self._find_object,
+            "again": self._object_numbered,
             "dict": self._entries,
             "path": Path,
         }
@@ -353,18 +333,16 @@ class _Decoder:
         mapping.attributes = attributes
         return mapping
 
-    def _find_object(self, number: int) -> Object:
-        return self._objects.setdefault(number, Object(Name("", "")))
+    def _object_numbered(self, number: int) -> Object:
+        return self.objects.setdefault(number, Object(Name("", "")))
 
     def _object(self, form: Any) -> Object:
-        item = self._find_object(form[7])
-        item.of, item.arguments, item.keywords, item.state, item.items, entries, item.is_instance = self.decode(
-            form[:7]
-        )
+        item, fields = self._object_numbered(form[7]), self.decode(form[:7])
+        item.of, item.arguments, item.keywords, item.state, item.items, entries, item.is_instance = fields
         item.entries = [tuple(entry) for entry in entries]
         return item
 
 
-def _array(parts: Any) -> np.ndarray:
-    dtype, shape, text = parts
+def _array(form: Any) -> np.ndarray:
+    dtype, shape, text = form
     return np.frombuffer(base64.b64decode(text), np.dtype(dtype)).reshape(shape)

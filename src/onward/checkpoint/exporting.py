@@ -57,11 +57,17 @@ def to_checkpoint(
     if checkpoint.step is None and any(schedule.position for schedule in checkpoint.schedules) and format in _WITH_STEP:
         warn(f"`{checkpoint.path}` does not count its updates, and `{format}` gets step 0")
     if checkpoint.format != chosen.name:
-        checkpoint = _in_order_of_tensors(checkpoint)
+        # PyTorch numbers parameters in the order of the module. Keras, TensorFlow and JAX go by
+        # names, in any order.
+        order = {name: at for at, name in enumerate(checkpoint.tensors)}
+        optimizers = (
+            optimizer if optimizer.variant == "torch" or not optimizer.has_names else _sorted(optimizer, order)
+            for optimizer in checkpoint.optimizers
+        )
+        checkpoint = dataclasses.replace(checkpoint, optimizers=tuple(optimizers))
     target = Path(path)
     assert chosen.write is not None
-    has_slots = "optimizers" in chosen.keeps or not chosen.keeps
-    slots = [tensor for optimizer in checkpoint.optimizers if has_slots for tensor in optimizer.tensors]
+    slots = [tensor for optimizer in checkpoint.optimizers for tensor in optimizer.tensors if chosen.keeps_optimizers]
     announce(sum(tensor.nbytes for tensor in (*checkpoint.tensors.values(), *slots)))
     advice = f"`{format}` cannot hold all of this checkpoint: write another format, such as `dcp`"
     with replacing(target if chosen.is_folder else target.parent, target) as folder, default_hint(advice):
@@ -77,28 +83,13 @@ _WITH_STEP = ("hf", "lightning", "deepspeed", "megatron", "orbax", "flax", "tens
 """Formats with a counter of updates, from which a resumed run continues."""
 
 
-def _in_order_of_tensors(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose optimizers list parameters in the order of its tensors.
-
-    PyTorch numbers parameters in the order of the module. Keras, TensorFlow and JAX go by names, in
-    any order.
-    """
-    order: dict[Any, int] = {name: at for at, name in enumerate(checkpoint.tensors)}
-    optimizers = tuple(
-        optimizer
-        if optimizer.variant == "torch" or not optimizer.has_names
-        else dataclasses.replace(
-            optimizer,
-            groups=tuple(
-                dataclasses.replace(
-                    group, parameters=tuple(sorted(group.parameters, key=lambda name: order.get(name, len(order))))
-                )
-                for group in optimizer.groups
-            ),
-        )
-        for optimizer in checkpoint.optimizers
+def _sorted(optimizer: OptimizerState, order: Mapping[Any, int]) -> OptimizerState:
+    """Return an optimizer whose groups list their parameters in an order; others come last."""
+    groups = (
+        dataclasses.replace(group, parameters=tuple(sorted(group.parameters, key=lambda n: order.get(n, len(order)))))
+        for group in optimizer.groups
     )
-    return dataclasses.replace(checkpoint, optimizers=optimizers)
+    return dataclasses.replace(optimizer, groups=tuple(groups))
 
 
 def format_named(name: str) -> Format:
@@ -118,16 +109,13 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
     named = [dataclasses.replace(group, optimizer=None) if group.is_function else group for group in run.groups]
     origin = embedded_checkpoint(model)
     if origin is None:
-        order: dict[Any, int] = {name: at for at, name in enumerate(model.graph.initializers)}
-        groups = tuple(
-            dataclasses.replace(group, parameters=tuple(sorted(group.parameters, key=order.__getitem__)))
-            for group in named
-        )
-        families = tuple(dict.fromkeys(group.optimizer_name for group in groups if group.optimizer))
+        families = tuple(dict.fromkeys(group.optimizer_name for group in named if group.optimizer))
+        optimizer = OptimizerState(families, tuple(named), _slots(model, run.step, Match({})))
+        order = {name: at for at, name in enumerate(model.graph.initializers)}
         checkpoint = dataclasses.replace(
             weights_of(model),
             title="ONNX training model",
-            optimizers=(OptimizerState(families, groups, _slots(model, run.step, Match({}))),),
+            optimizers=(_sorted(optimizer, order),),
             schedules=_schedules(run, ()),
             progress={"step": run.step},
             averages=_averages(model, Match({})),
@@ -167,23 +155,14 @@ def _remaining_files(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def weights_of(model: Model) -> Checkpoint:
     """Return the weights of a model without training."""
-    return Checkpoint(
-        path=model.path or Path("model.onnx"),
-        format="onnx",
-        title="ONNX model",
-        tensors=_weights(model),
-        keeps_order=True,
-    )
-
-
-def _weights(model: Model) -> dict[str, Tensor]:
-    """Return parameters and statistics, in the order of the graph."""
     weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}
-    return {
+    tensors = {
         name: ModelTensor(initializer.const_value)
         for name, initializer in model.graph.initializers.items()
         if name in weights and initializer.const_value is not None
     }
+    path = model.path or Path("model.onnx")
+    return Checkpoint(path=path, format="onnx", title="ONNX model", tensors=tensors, keeps_order=True)
 
 
 def _averages(model: Model, matched: Match) -> dict[str, Tensor]:
@@ -245,15 +224,13 @@ def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[Schedul
         )
     bases = [group.lr for group in run.groups]
     present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]
-    if not before:
-        return (SchedulerState(state_of(words, bases, present, position), words, position, every),)
     schedules = []
-    for schedule in before:
-        has_words = schedule.words is not None  # else the training model has another
-        state = (
-            advance_state(schedule.state, present, position) if has_words else state_of(words, bases, present, position)
-        )
-        schedules.append(SchedulerState(state, schedule.words if has_words else words, position, every))
+    for schedule in before or (None,):
+        if schedule is not None and schedule.words is not None:  # else the training model has another
+            state = advance_state(schedule.state, present, position)
+            schedules.append(SchedulerState(state, schedule.words, position, every))
+        else:
+            schedules.append(SchedulerState(state_of(words, bases, present, position), words, position, every))
     return tuple(schedules)
 
 
@@ -283,7 +260,7 @@ def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[
         raise UnsupportedError(f"`{format.name}` could not be read back: {error.message}", hint=error.hint) from error
     names = pair_names(checkpoint, reread, [], shared=True)
     _compare(format, "tensor", _tensor_pairs(checkpoint, reread, names))
-    if "optimizers" in format.keeps or not format.keeps:
+    if format.keeps_optimizers:
         _compare(format, "optimizer state", _slot_pairs(checkpoint, reread, names))
     if checkpoint.step and reread.step and reread.step != checkpoint.step:
         raise UnsupportedError(f"`{format.name}` would hold step {reread.step} in place of {checkpoint.step}")

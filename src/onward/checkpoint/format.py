@@ -96,3 +96,7 @@ class Format(NamedTuple):
     """True if optimizer state needs names to be written."""
     also: tuple[str, ...] = ()
     """Other names."""
+
+    @property
+    def keeps_optimizers(self) -> bool:
+        return "optimizers" in self.keeps or not self.keeps

@@ -92,11 +92,12 @@ def _match_named(
     named: Mapping[str, str], tensors: Mapping[str, Tensor], graph: Mapping[str, ir.Value]
 ) -> dict[str, str]:
     problems = Problems("the names that were given")
+    hint = "list its names: `onward describe --params`"
     for theirs, ours in named.items():
         if theirs not in tensors:
-            problems.add(f"the checkpoint has no `{theirs}`", "`onward describe --params` lists what it has")
+            problems.add(f"the checkpoint has no `{theirs}`", hint)
         if ours not in graph:
-            problems.add(f"the model has no `{ours}`", "`onward describe --params` lists what it has")
+            problems.add(f"the model has no `{ours}`", hint)
     problems.refuse()
     return dict(named)
 
@@ -106,27 +107,20 @@ def by_name(theirs: list[str], ours: set[str], weights: set[str], rules: list[st
     unwrapped = {name: _unwrap_name(name) for name in theirs}
     of_ours = {_unwrap_name(name): name for name in ours}
     old_prefix, new_prefix = _prefixes(set(unwrapped.values()), set(of_ours), {_unwrap_name(name) for name in weights})
-    matches: dict[str, str] = {}
-    for name, bare in unwrapped.items():
-        if (
-            bare.startswith(old_prefix)
-            and (target := of_ours.get(f"{new_prefix}{bare.removeprefix(old_prefix)}")) is not None
-        ):
-            matches[name] = target
-    wrappers = {word for name in matches for word in name.split(".") if word in _WRAPPERS} - {
-        word for name in matches.values() for word in name.split(".")
+    renamed = {
+        name: f"{new_prefix}{bare.removeprefix(old_prefix)}"
+        for name, bare in unwrapped.items()
+        if bare.startswith(old_prefix)
     }
-    if wrappers:
+    matches = {name: of_ours[bare] for name, bare in renamed.items() if bare in of_ours}
+    words, target_words = (set(".".join(names).split(".")) for names in (matches, matches.values()))
+    if wrappers := (words & _WRAPPERS) - target_words:
         rules.append(f"left out of names: {list_names(sorted(wrappers), 4)}")
-    if old_prefix != new_prefix:
-        change = (
-            f"names lose `{old_prefix}` at their beginning"
-            if old_prefix
-            else f"names get `{new_prefix}` at their beginning"
-        )
-        rules.append(
-            f"names begin with `{new_prefix}` instead of `{old_prefix}`" if old_prefix and new_prefix else change
-        )
+    if old_prefix and new_prefix and old_prefix != new_prefix:
+        rules.append(f"names begin with `{new_prefix}` instead of `{old_prefix}`")
+    elif old_prefix != new_prefix:
+        change = f"lose `{old_prefix}`" if old_prefix else f"get `{new_prefix}`"
+        rules.append(f"names {change} at their beginning")
     return matches
 
 
@@ -200,11 +194,8 @@ def _by_value(
     by_value: dict[tuple[tuple[int, ...], bytes], list[str]] = {}
     for name in unmatched_tensors:
         array = tensors[name].array()
-        for shape in {array.shape, array.T.shape} if array.ndim == 2 else {array.shape}:
-            oriented = array if shape == array.shape else array.T
-            by_value.setdefault((shape, _digest(oriented)), []).append(name)
-        if array.ndim == 2 and array.shape[0] == array.shape[1]:
-            by_value.setdefault((array.shape, _digest(array.T)), []).append(name)
+        for oriented in (array, array.T) if array.ndim == 2 else (array,):
+            by_value.setdefault((oriented.shape, _digest(oriented)), []).append(name)
     matches: dict[str, str] = {}
     for ours in unmatched_graph:
         tensor = graph[ours].const_value
@@ -213,9 +204,8 @@ def _by_value(
         if len(equal) == 1 and equal[0] not in matches:
             matches[equal[0]] = ours
     if matches:
-        rules.append(
-            f"{len(matches)} tensors by equal values: {list_names([f'{a} = {b}' for a, b in matches.items()], 4)}"
-        )
+        listed = list_names([f"{theirs} = {ours}" for theirs, ours in matches.items()], 4)
+        rules.append(f"{len(matches)} tensors by equal values: {listed}")
     return matches
 
 
@@ -335,13 +325,10 @@ def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
             hint="make a training model of it first: `onward convert ... --like model.onnx`",
         )
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    order = [name for name in checkpoint.tensors if not name.endswith(_BUFFERS)]
-    orders = {"the order of the state of the module": [order]}
-    named = tuple(
-        with_names(optimizer, orders, shapes, in_trainer=checkpoint.format == TRAINER)[0]
-        for optimizer in checkpoint.optimizers
-    )
-    return dataclasses.replace(checkpoint, optimizers=named)
+    orders = {"the order of the state of the module": [[name for name in shapes if not name.endswith(_BUFFERS)]]}
+    in_trainer = checkpoint.format == TRAINER
+    named = (with_names(optimizer, orders, shapes, in_trainer=in_trainer)[0] for optimizer in checkpoint.optimizers)
+    return dataclasses.replace(checkpoint, optimizers=tuple(named))
 
 
 def _with_groups_of_trainer(orders: Mapping[str, Order], optimizer: OptimizerState) -> dict[str, Order]:
@@ -421,9 +408,8 @@ def _rename_slots(optimizer: OptimizerState, names: Mapping[Any, str]) -> Optimi
         dataclasses.replace(group, parameters=tuple(names[number] for number in group.parameters))
         for group in optimizer.groups
     )
-    return dataclasses.replace(
-        optimizer, groups=groups, slots={names.get(number, number): slots for number, slots in optimizer.slots.items()}
-    )
+    slots = {names.get(number, number): values for number, values in optimizer.slots.items()}
+    return dataclasses.replace(optimizer, groups=groups, slots=slots)
 
 
 _ELEMENTWISE = (

@@ -19,6 +19,7 @@ _MOST_NAMES, _MOST_SETTINGS = 6, 12
 def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return a checkpoint as labels and texts."""
     model = checkpoint.configuration.get("architectures") or [checkpoint.configuration.get("model_type")]
+    batches, code = checkpoint.accumulate or 1, list_names(checkpoint.executes, _MOST_NAMES)
     rows = [
         ("format", checkpoint.title),
         ("parameters", _amount(checkpoint.tensors.values())),
@@ -31,20 +32,13 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         ("loss scale", settings(checkpoint.scaler)),
         ("averages", _amount(checkpoint.averages.values())),
         ("clipping", settings(checkpoint.clip or {})),
-        (
-            "accumulation",
-            f"{checkpoint.accumulate} batches for each update" if (checkpoint.accumulate or 1) > 1 else "",
-        ),
+        ("accumulation", f"{batches} batches for each update" if batches > 1 else ""),
         ("layout", settings(checkpoint.layout)),
         ("arguments", settings(checkpoint.arguments)),
         ("other files", list_names(checkpoint.files, _MOST_NAMES)),
         *(("note", remark) for remark in checkpoint.remarks),
         ("not in it", "; ".join(checkpoint.missing)),
-        (
-            "names code",
-            list_names(checkpoint.executes, _MOST_NAMES)
-            and f"{list_names(checkpoint.executes, _MOST_NAMES)}, and none of it ran",
-        ),
+        ("names code", f"{code}, and none of it ran" if code else ""),
     ]
     return [(label, text) for label, text in rows if text]
 
@@ -78,13 +72,11 @@ def to_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _amount(tensors: Iterable[Tensor]) -> str:
     listed = list(tensors)
+    if not listed:
+        return ""
     types = ", ".join(sorted({str(tensor.dtype) for tensor in listed}))
-    numbers = sum(math.prod(tensor.shape) for tensor in listed)
-    return (
-        f"{len(listed):,} tensors of {types}, {numbers:,} numbers, {size(sum(tensor.nbytes for tensor in listed))}"
-        if listed
-        else ""
-    )
+    numbers, nbytes = sum(math.prod(tensor.shape) for tensor in listed), sum(tensor.nbytes for tensor in listed)
+    return f"{len(listed):,} tensors of {types}, {numbers:,} numbers, {size(nbytes)}"
 
 
 def _optimizer(optimizer: OptimizerState) -> Iterator[tuple[str, str]]:
@@ -104,33 +96,25 @@ def _schedule(schedule: SchedulerState) -> str:
 
 def settings(options: Mapping[str, Any]) -> str:
     """Return numbers and strings that have an effect, in a line."""
-    types = (bool, int, float, str, tuple)
     shown = [
         f"{key} {f'{value:.6g}' if isinstance(value, float) else value}"
         for key, value in options.items()
-        if isinstance(value, types)
-        and value is not False
-        and value not in ("", ())
-        and not key.startswith("_")
-        and len(str(value)) < 40
+        if isinstance(value, bool | int | float | str | tuple) and value is not False and value not in ("", ())
+        if not key.startswith("_") and len(str(value)) < 40
     ]
     more = f" and {len(shown) - _MOST_SETTINGS} more" if len(shown) > _MOST_SETTINGS else ""
     return ", ".join(shown[:_MOST_SETTINGS]) + more
 
 
-def _tensor(tensor: Tensor) -> dict[str, Any]:
-    location: dict[str, Any] = {}
-    if isinstance(tensor, StoredTensor):
-        location = {"file": tensor.path.name, "offset": tensor.offset}
-    elif isinstance(tensor, ScatteredTensor):
-        location = {"pieces": len(tensor.pieces)}
-    return {"dtype": str(tensor.dtype), "shape": list(tensor.shape), **location}
-
-
 def plain(tree: Any, depth: int = 12) -> Any:
     """Return a tree as JSON; other objects as text."""
     if isinstance(tree, Tensor):
-        return _tensor(tree)
+        location: dict[str, Any] = {}
+        if isinstance(tree, StoredTensor):
+            location = {"file": tree.path.name, "offset": tree.offset}
+        elif isinstance(tree, ScatteredTensor):
+            location = {"pieces": len(tree.pieces)}
+        return {"dtype": str(tree.dtype), "shape": list(tree.shape), **location}
     if isinstance(tree, OptimizerState | ParameterGroup | SchedulerState):
         return {name: plain(getattr(tree, name), depth - 1) for name in RECORDS[type(tree)][1]}
     if isinstance(tree, RandomState):

@@ -68,9 +68,7 @@ class Line:
     """Flat tensors, concatenated."""
 
     def __init__(self, tensors: Sequence[Any]):
-        if not all(
-            isinstance(tensor, StoredTensor) and len(tensor.shape) == 1 and tensor.is_contiguous for tensor in tensors
-        ):
+        if not all(isinstance(item, StoredTensor) and len(item.shape) == 1 and item.is_contiguous for item in tensors):
             raise ValueError("a partition is not a flat tensor")
         if len({tensor.dtype for tensor in tensors}) > 1:
             raise ValueError("its partitions are of several types")
@@ -107,10 +105,7 @@ def partitioned_groups(
     """Return slots by parameter in stages 1 and 2 from the parts of processes."""
     slots: Slots = {}
     for number, group in enumerate(shapes):
-        partitions = _partitions(
-            [process_state["base_optimizer_state"]["state"].get(number, {}) for process_state in parts]
-        )
-        partitions[MASTER] = [process_state["single_partition_of_fp32_groups"][number] for process_state in parts]
+        partitions = _partitions(parts, number, "base_optimizer_state", "single_partition_of_fp32_groups")
         lines = {slot: Line(pieces) for slot, pieces in partitions.items() if slot != COUNT}
         gaps = paddings[number] if paddings else [0] * len(group)
         at = 0
@@ -125,10 +120,7 @@ def partitioned_parameters(shapes: Sequence[Shapes], parts: Sequence[Mapping[str
     """Return the slots of each parameter in stage 3, where groups may be cut into smaller ones."""
     slots: Slots = {}
     for number, group in enumerate(shapes):
-        partitions = _partitions(
-            [process_state["optimizer_state_dict"]["state"].get(number, {}) for process_state in parts]
-        )
-        partitions[MASTER] = [process_state["fp32_flat_groups"][number] for process_state in parts]
+        partitions = _partitions(parts, number, "optimizer_state_dict", "fp32_flat_groups")
         lines = {slot: [Line([piece]) for piece in pieces] for slot, pieces in partitions.items() if slot != COUNT}
         at = 0
         for name, shape in group.items():
@@ -161,16 +153,21 @@ def _share(shape: tuple[int, ...], processes: int) -> int:
     return -(-math.prod(shape) // processes)
 
 
-def _partitions(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state of a group by slot: a list of partitions, or one count of updates."""
+def _partitions(parts: Sequence[Mapping[str, Any]], number: int, optimizer: str, masters: str) -> dict[str, Any]:
+    """Return the state of a group by slot: a list of partitions, or one count of updates.
+
+    `optimizer` and `masters` are the keys of the optimizer and of the float32 copies.
+    """
+    states = [part[optimizer]["state"].get(number, {}) for part in parts]
     first = states[0]
     if any(state.keys() != first.keys() for state in states):
         raise ValueError("its processes store different slots")
-    flat = {slot for slot, value in first.items() if isinstance(value, Tensor) and len(value.shape) == 1}
+    flat = [slot for slot, value in first.items() if isinstance(value, Tensor) and len(value.shape) == 1]
+    count = {COUNT: first[COUNT]} if COUNT in first else {}
     return {
-        slot: [state[slot] for state in states] if slot in flat else value
-        for slot, value in first.items()
-        if slot in flat or slot == COUNT
+        **count,
+        **{slot: [state[slot] for state in states] for slot in flat},
+        MASTER: [part[masters][number] for part in parts],
     }
 
 
@@ -250,11 +247,11 @@ def write_universal(checkpoint: Checkpoint, path: Path) -> None:
     model = _model(checkpoint, groups, step)
     write_torch_file(folder / _MODEL, model)
     trained = {name for group in groups for name in group.parameters}
-    nothing = {
-        name: ArrayTensor(np.zeros(0, model["module"][name].dtype)) for name in model["module"] if name in trained
+    module = {  # stage 3 reads trained weights from their folders
+        name: ArrayTensor(np.zeros(0, tensor.dtype)) if name in trained else tensor
+        for name, tensor in model["module"].items()
     }
-    outside = {**model["module"], **nothing}
-    write_torch_file(folder / _MODEL_OF_STAGE_3, {**model, "module": Attributed(outside)})
+    write_torch_file(folder / _MODEL_OF_STAGE_3, {**model, "module": Attributed(module)})
 
 
 def _groups(checkpoint: Checkpoint) -> tuple[ParameterGroup, ...]:
@@ -296,13 +293,8 @@ def _count(count: Any) -> Tensor:
 
 def _common(checkpoint: Checkpoint, groups: tuple[ParameterGroup, ...], step: int) -> dict[str, Any]:
     settings = [settings_now(group) for group in groups]
-    # In stage 3, DeepSpeed gives the settings of the first group to all: it gets those that all
-    # have in common.
-    shared = {
-        key: value
-        for key, value in settings[0].items()
-        if all(group_settings.get(key) == value for group_settings in settings)
-    }
+    # In stage 3, DeepSpeed gives the settings of the first group to all: it gets the common ones.
+    shared = {key: value for key, value in settings[0].items() if all(other.get(key) == value for other in settings)}
     count = checkpoint.optimizers[0].count
     tree: dict[str, Any] = {
         "param_groups": [{**group_settings, "params": [number]} for number, group_settings in enumerate(settings)],
@@ -380,19 +372,16 @@ class ScheduleOfRate(NamedTuple):
 def scheduler_of(
     state: Any, config: Mapping[str, Any], rate: float | None, groups: Sequence[Any] = ()
 ) -> ScheduleOfRate:
-    """Return the schedule of a state and a configuration. `rate` is the rate of the optimizer in
-    the latter.
+    """Return the schedule of a state and a configuration, whose optimizer has a rate.
 
-    DeepSpeed does not store a scheduler of the program. One of PyTorch leaves `initial_lr` in
-    `groups`.
+    DeepSpeed does not store a scheduler that the program made. One of PyTorch leaves `initial_lr`
+    in `groups`.
     """
     if state is None:
         has_scheduler = any("initial_lr" in group for group in groups)
         return ScheduleOfRate(SchedulerState({}, None if has_scheduler else ()), None)
-    if is_schedule_state(state):
-        return ScheduleOfRate(
-            dataclasses.replace(schedule_of(state), every=1), None
-        )  # its engine steps it with every update
+    if is_schedule_state(state):  # DeepSpeed's engine steps it with every update
+        return ScheduleOfRate(dataclasses.replace(schedule_of(state), every=1), None)
     if not isinstance(state, Mapping) or type(state.get("last_batch_iteration")) is not int:
         return ScheduleOfRate(SchedulerState(state if isinstance(state, Mapping) else {}), None)
     position = state["last_batch_iteration"] + 1

@@ -160,7 +160,7 @@ def _was_state(source: Path, to: str) -> bool:
     with working(f"reading {source}", source):
         model = onward.load(str(source))
         origin = embedded_checkpoint(model) if model.steps and to in writable() else None
-    if origin is None or (to == "keras" and origin.checkpoint.format != to):
+    if origin is None or (to == "keras" and origin[0].format != to):
         return False
     remark(f"`{source}` was made from a checkpoint and becomes one; for a program, use `--program`")
     return True

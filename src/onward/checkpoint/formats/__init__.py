@@ -72,9 +72,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     location = Path(path)
     if not location.exists() and (index := location.with_name(f"{location.name}.index")).is_file():
-        location = index  # TensorFlow names a checkpoint by what the names of its files begin with
-    if not location.exists():
-        raise InvalidModelError(f"there is no `{location}`", hint="check the path")
+        location = index  # TensorFlow names a checkpoint by the prefix of its files
     if (format := format_of(location)) is not None:
         with note_names() as named, default_hint(_DAMAGED):
             checkpoint = format.read(location)
@@ -110,10 +108,7 @@ def list_code(path: Path) -> tuple[tuple[Code, ...], Error | None]:
 
     Nothing is imported or called. Code that is named before the error is listed.
     """
-    if not path.exists():
-        raise InvalidModelError(f"there is no `{path}`", hint="check the path")
-    format = format_of(path)
-    if format is None:
+    if (format := format_of(path)) is None:
         raise UnsupportedError(f"`{path}` is not a checkpoint", hint="ONNX models name no code")
     with note_names() as named:
         try:
@@ -137,9 +132,11 @@ def _code(named: Named, path: Path) -> tuple[Code, ...]:
 
 def is_checkpoint(path: Path) -> bool:
     """True for a file or folder of a known format."""
-    return format_of(path) is not None
+    return any(format.matches(path) for format in FORMATS)
 
 
 def format_of(path: Path) -> Format | None:
     """Return the format of a file or folder, by its content."""
+    if not path.exists():
+        raise InvalidModelError(f"`{path}` does not exist", hint="check the path")
     return next((format for format in FORMATS if format.matches(path)), None)

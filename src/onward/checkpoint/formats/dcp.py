@@ -42,7 +42,12 @@ def read_tree(folder: Path) -> dict[str, Any]:
         regular(path)
         table = read_pickle(path.read_bytes(), str(path))
     with blame_file(f"`{path}` is not the table of a distributed checkpoint", *SENSELESS):
-        return _nest_values(_contents(folder, table), table.state.get("planner_data") or {})
+        key_paths = table.state.get("planner_data") or {}
+        root = nest(
+            (key_path if isinstance(key_path := key_paths.get(name), tuple) and key_path else (name,), value)
+            for name, value in _contents(folder, table).items()
+        )
+        return {key: _with_lists(value) for key, value in root.items()}
 
 
 def _contents(folder: Path, table: Object) -> dict[str, Any]:
@@ -57,29 +62,19 @@ def _contents(folder: Path, table: Object) -> dict[str, Any]:
         pieces.setdefault(key["fqn"], []).append((begin, find))
     metadata: Mapping[str, Object] = table.state["state_dict_metadata"]
     return {
-        name: _tensor(info, pieces[name]) if _is_tensor(info) else pieces[name][0][1]()
+        name: _tensor(info, pieces[name]) if info.of.name == "TensorStorageMetadata" else pieces[name][0][1]()
         for name, info in metadata.items()
         if name in pieces
     }
 
 
-def _is_tensor(metadata: Object) -> bool:
-    return metadata.of.name == "TensorStorageMetadata"
-
-
 def _tensor(metadata: Object, pieces: list[tuple[tuple[int, ...] | None, partial[Any]]]) -> ScatteredTensor:
-    dtype, shape = _type(metadata.state["properties"]), _sizes(metadata.state["size"])
-    origin = (0,) * len(shape)
-    return ScatteredTensor(dtype, shape, tuple((begin or origin, find) for begin, find in pieces))
-
-
-def _type(properties: Object) -> np.dtype:
-    """Return the dtype, which is the first of some properties."""
-    state = properties.state
-    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    properties, shape = metadata.state["properties"].state, _sizes(metadata.state["size"])
+    dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
     if not isinstance(dtype, Name) or dtype.name not in TYPES:
         raise ValueError(f"`{dtype}` is not a known dtype")
-    return np.dtype(TYPES[dtype.name])
+    origin = (0,) * len(shape)
+    return ScatteredTensor(np.dtype(TYPES[dtype.name]), shape, tuple((begin or origin, find) for begin, find in pieces))
 
 
 def _sizes(sizes: Any) -> tuple[int, ...]:
@@ -87,15 +82,6 @@ def _sizes(sizes: Any) -> tuple[int, ...]:
     if not all(type(size) is int and 0 <= size < 2**62 for size in shape):
         raise ValueError("a tensor has an invalid shape")
     return shape
-
-
-def _nest_values(values: Mapping[str, Any], key_paths: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by full name as the saved tree. `key_paths` are their keys and list indices."""
-    items = ((key_paths.get(name), name, value) for name, value in values.items())
-    root = nest(
-        (key_path if isinstance(key_path, tuple) and key_path else (name,), value) for key_path, name, value in items
-    )
-    return {key: _with_lists(value) for key, value in root.items()}
 
 
 def _with_lists(tree: Any) -> Any:
@@ -124,22 +110,19 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
             **({"scheduler": dict(checkpoint.schedules[0].state)} if checkpoint.schedules else {}),
             **dict(checkpoint.progress),
         }
-    write_tree(tree, folder)
-
-
-def write_tree(tree: Mapping[str, Any], folder: Path) -> None:
     write_values(_leaves(tree), folder)
 
 
 def write_values(values: Iterable[tuple[tuple[Any, ...], Any]], folder: Path) -> None:
     """Write values with their key paths into one file, and the table of their locations."""
-    kinds: dict[str, Object] = {}
+    metadata: dict[str, Object] = {}
     key_paths: dict[str, tuple[Any, ...]] = {}
-    places: dict[Object, Object] = {}
+    locations: dict[Object, Object] = {}
     others = 0
     with open(folder / _FILE, "wb") as file:
         for key_path, value in values:
-            others += not isinstance(value, Tensor)
+            is_tensor = isinstance(value, Tensor)
+            others += not is_tensor
             if others > _MOST_OTHERS:
                 raise UnsupportedError(
                     f"the checkpoint has more than {_MOST_OTHERS:,} values that are not tensors",
@@ -149,21 +132,19 @@ def write_values(values: Iterable[tuple[tuple[Any, ...], Any]], folder: Path) ->
             member = Appending(file)
             write_torch_archive(member, value)
             file.seek(0, io.SEEK_END)
-            is_tensor = isinstance(value, Tensor)
             key_paths[name] = key_path
-            kinds[name] = _kind(value) if is_tensor else _instance("BytesStorageMetadata", {})
+            metadata[name] = _tensor_metadata(value) if is_tensor else _instance("BytesStorageMetadata", {})
             index: dict[str, Any] = {"fqn": name, "index": 0 if is_tensor else None}
             if is_tensor:
                 index["offset"] = _size((0,) * len(value.shape))
             location = {"relative_path": _FILE, "offset": member.start, "length": file.tell() - member.start}
-            places[_instance("MetadataIndex", index)] = _instance(
-                "_StorageInfo", location, "torch.distributed.checkpoint.filesystem"
-            )
+            info = _instance("_StorageInfo", location, "torch.distributed.checkpoint.filesystem")
+            locations[_instance("MetadataIndex", index)] = info
     storage_meta = _instance("StorageMeta", {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []})
     table = {
-        "state_dict_metadata": kinds,
+        "state_dict_metadata": metadata,
         "planner_data": key_paths,
-        "storage_data": places,
+        "storage_data": locations,
         "storage_meta": storage_meta,
         "version": "1.0.0",
     }
@@ -188,23 +169,17 @@ def _is_one_value(items: list[Any]) -> bool:
     )
 
 
-def _instance(name: str, state: Mapping[str, Any], module: str = _MODULE) -> Object:
-    item = Object(Name(module, name), is_instance=True)
-    item.state = dict(state)
-    return item
+def _instance(name: str, state: Any, module: str = _MODULE) -> Object:
+    return Object(Name(module, name), is_instance=True, state=state)
 
 
-def _kind(tensor: Tensor) -> Object:
+def _tensor_metadata(tensor: Tensor) -> Object:
     layout = Object(Name("torch.serialization", "_get_layout"), ("torch.strided",))
     memory = Object(Name(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    properties = Object(Name(_MODULE, "TensorProperties"), is_instance=True)
-    properties.state = (Name("torch", type_name(tensor.dtype)), layout, False, memory, False)
-    chunk = {"offsets": _size((0,) * len(tensor.shape)), "sizes": _size(tensor.shape)}
-    state = {
-        "properties": properties,
-        "size": _size(tensor.shape),
-        "chunks": [_instance("ChunkStorageMetadata", chunk)],
-    }
+    properties = (Name("torch", type_name(tensor.dtype)), layout, False, memory, False)
+    size = _size(tensor.shape)
+    chunk = _instance("ChunkStorageMetadata", {"offsets": _size((0,) * len(tensor.shape)), "sizes": size})
+    state = {"properties": _instance("TensorProperties", properties), "size": size, "chunks": [chunk]}
     return _instance("TensorStorageMetadata", state)
 
 

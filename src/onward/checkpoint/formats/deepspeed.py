@@ -46,8 +46,6 @@ def matches(path: Path) -> bool:
 
 def _newest_folder(folder: Path) -> Path | None:
     """Return the folder that a file names as the newest checkpoint, or the folder itself."""
-    if not folder.is_dir():
-        return None
     if _has_model(folder):
         return folder
     for name in _LATEST:
@@ -81,10 +79,7 @@ class _Saved(NamedTuple):
     parts: list[Mapping[str, Any]]
     """State of the optimizer of each process."""
     trees: dict[str, Any]
-
-    @property
-    def is_universal(self) -> bool:
-        return (self.folder / COMMON).is_file()
+    is_universal: bool
 
 
 def _read_saved(folder: Path) -> _Saved:
@@ -95,7 +90,7 @@ def _read_saved(folder: Path) -> _Saved:
             hint="make a universal checkpoint of it with `ds_to_universal.py` of DeepSpeed",
         )
     models, parts = _by_rank(names, _MODEL), _by_rank(names, _PART)
-    if (folder / COMMON).is_file():
+    if is_universal := (folder / COMMON).is_file():
         models, parts = models[:1], []
     elif any(int(match["slice"]) for match in (*models, *parts)):
         raise UnsupportedError(
@@ -104,7 +99,7 @@ def _read_saved(folder: Path) -> _Saved:
         )
     trees = {match.string: read_torch_file(folder / match.string) for match in (*models, *parts)}
     states = [mapping(mapping(trees[match.string]).get("optimizer_state_dict")) for match in parts]
-    return _Saved(folder, [mapping(trees[match.string]) for match in models], states, trees)
+    return _Saved(folder, [mapping(trees[match.string]) for match in models], states, trees, is_universal)
 
 
 def _by_rank(names: Sequence[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
@@ -117,11 +112,14 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
     config = mapping(model.get("ds_config"))
     state = _read_state(saved)
     tensors = _tensors(saved, state.slots)
-    rate = mapping(_of_optimizer(config).get("params")).get("lr")
+    settings = mapping(config.get("optimizer"))
+    rate = mapping(settings.get("params")).get("lr")
     scheduler = scheduler_of(model.get("lr_scheduler"), config.get("scheduler") or {}, rate, state.groups)
-    optimizer = _optimizer(state, tensors, config, scheduler.base)
+    optimizer = _optimizer(state, tensors, settings, scheduler.base)
     clip = state.clip if state.clip is not None else config.get("gradient_clipping")
     counters = {name: model[name] for name in ("global_samples", "skipped_steps") if isinstance(model.get(name), int)}
+    sizes = {name: model[name] for name in ("dp_world_size", "mp_world_size") if isinstance(model.get(name), int)}
+    scaler = mapping(state.scaler.state) if isinstance(state.scaler, Object) else {}
     steps = model.get("global_steps")
     return Checkpoint(
         path=path,
@@ -134,13 +132,17 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
         progress={**progress_of(model), **counters},
         randomness=tuple(contents_of({k: v for k, v in model.items() if k not in _OWN}).randomness),
         data=mapping(model.get("data_sampler")),
-        scaler=_scaler(state.scaler),
+        scaler=dict(scaler) if scaler.get("dynamic") or scaler.get("cur_scale", 1) != 1 else {},
         clip={"norm": float(clip), "variant": "torch"} if clip else {},
         accumulate=_batches_for_update(config, model.get("dp_world_size")),
         tied=_tied_names(model),
         keeps_order=True,
         arguments=config,
-        layout=_layout(saved, model, config),
+        layout={
+            "zero_stage": mapping(config.get("zero_optimization")).get("stage", 0),
+            **sizes,
+            **mapping(model.get("checkpoint_parallel_dimensions")),
+        },
         trees=_without_partitions(saved.trees),
         executes=executed_names(saved.trees),
         remarks=() if optimizer else ("the optimizer state has no parameter names",),
@@ -206,9 +208,8 @@ def _read_state(saved: _Saved) -> ZeroState:
                 hint='load it in DeepSpeed and save it with `"elastic_checkpoint": false`',
             )
         slots = partitioned_groups(shapes, saved.parts, first.get("param_alignment_paddings"))
-    return ZeroState(
-        named_groups(state["param_groups"], shapes), slots, first.get("clip_grad"), first.get("loss_scaler")
-    )
+    groups = named_groups(state["param_groups"], shapes)
+    return ZeroState(groups, slots, first.get("clip_grad"), first.get("loss_scaler"))
 
 
 def _shapes(groups: Any) -> list[Shapes]:
@@ -247,29 +248,22 @@ def _tensors(saved: _Saved, slots: Mapping[Any, Mapping[str, Any]]) -> dict[str,
 
 
 def _optimizer(
-    state: ZeroState, tensors: Mapping[str, Tensor], config: Mapping[str, Any], base: float | None
+    state: ZeroState, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], base: float | None
 ) -> OptimizerState | None:
     if not state.groups:
         return None
-    class_name = str(_of_optimizer(config).get("type", "")).lower()
-    unmastered_slots = {
-        name: {slot: v for slot, v in slots.items() if slot != MASTER} for name, slots in state.slots.items()
-    }
-    optimizer = optimizer_of({"param_groups": state.groups, "state": unmastered_slots}, _family(class_name, config))
+    class_name, family = str(settings.get("type", "")).lower(), None
+    if class_name in ("adam", "adamw"):  # `adam` decouples weight decay by default
+        is_decoupled = class_name == "adamw" or mapping(settings.get("params")).get("adam_w_mode", True)
+        family = "adamw" if is_decoupled else "adam"
+    slots = {name: {slot: v for slot, v in values.items() if slot != MASTER} for name, values in state.slots.items()}
+    optimizer = optimizer_of({"param_groups": state.groups, "state": slots}, family)
     is_known = not class_name or class_name in _PLAIN
     return OptimizerState(
         optimizer.families if is_known else (class_name,),
         tuple(_with_rate(group, base, is_known) for group in optimizer.groups),
         {name: without_copies(slots, tensors.get(name)) for name, slots in state.slots.items()},
     )
-
-
-def _family(class_name: str, config: Mapping[str, Any]) -> str | None:
-    """Return the optimizer, if its name tells. `adam` decouples weight decay by default."""
-    if class_name not in ("adam", "adamw"):
-        return None
-    options = mapping(_of_optimizer(config).get("params"))
-    return "adamw" if class_name == "adamw" or options.get("adam_w_mode", True) else "adam"
 
 
 def _with_rate(group: ParameterGroup, base: float | None, is_known: bool) -> ParameterGroup:
@@ -282,22 +276,6 @@ def _with_rate(group: ParameterGroup, base: float | None, is_known: bool) -> Par
 
 _PLAIN = ("adam", "adamw", "sgd", "lion", "adamax", "rmsprop", "adadelta", "nadam", "radam")
 """Names in a configuration that are optimizers of recipes."""
-
-
-def _of_optimizer(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return mapping(config.get("optimizer"))
-
-
-def _scaler(stored: Any) -> dict[str, Any]:
-    """Return the attributes of a loss scaler, if it has an effect."""
-    state = mapping(stored.state) if isinstance(stored, Object) else {}
-    return dict(state) if state.get("dynamic") or state.get("cur_scale", 1) != 1 else {}
-
-
-def _layout(saved: _Saved, model: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    stage = mapping(config.get("zero_optimization")).get("stage", 0)
-    sizes = {name: model[name] for name in ("dp_world_size", "mp_world_size") if isinstance(model.get(name), int)}
-    return {"zero_stage": stage, **sizes, **mapping(model.get("checkpoint_parallel_dimensions"))}
 
 
 def _with_trainer(checkpoint: Checkpoint) -> Checkpoint:

@@ -60,12 +60,10 @@ def read(path: Path) -> Checkpoint:
 def _read_backup(folder: Path) -> Checkpoint:
     groups = read_h5(folder / _BACKUP)
     progress = read_json(folder / _PROGRESS) if (folder / _PROGRESS).exists() else {}
-    facts = KerasTraining(groups, None).facts()
+    facts = {"title": "Keras, backup of a run", "data": progress, **KerasTraining(groups, None).facts()}
     facts["progress"] = {**facts.get("progress", {}), **progress}
     trees = {_BACKUP: groups, **({_PROGRESS: progress} if progress else {})}
-    return Checkpoint(
-        path=folder, format=FORMAT.name, title="Keras, backup of a run", trees=trees, data=progress, **facts
-    )
+    return Checkpoint(path=folder, format=FORMAT.name, trees=trees, **facts)
 
 
 def _read_archive(path: Path) -> Checkpoint:
@@ -166,14 +164,9 @@ def _write_archive(path: Path, trees: Mapping[str, Any]) -> None:
 
 
 FORMAT = Format(
-    "keras",
-    "Keras",
-    matches,
-    read,
-    write,
-    is_folder=False,
-    keeps=("tensors", "optimizers", "schedules", "step", "progress", "scaler", "averages", "clip", "loss",
-           "configuration", "arguments", "data"),
-    ending=".keras",
-    needs_names=False,
+    "keras", "Keras", matches, read, write, is_folder=False, ending=".keras", needs_names=False,
+    keeps=(
+        "tensors", "optimizers", "schedules", "step", "progress", "scaler", "averages", "clip", "loss",
+        "configuration", "arguments", "data",
+    ),
 )  # fmt: skip

@@ -32,33 +32,31 @@ def matches(path: Path) -> bool:
 
 def read(path: Path) -> Checkpoint:
     tree: Mapping[str, Any] = read_torch_file(path)
-    has_averages = "current_model_state" in tree
+    hyper_parameters = plain(tree.get("hyper_parameters"))
+    facts: dict[str, Any] = {"tensors": mapping(tree.get("state_dict")), "averages": {}}
     remarks = []
-    if has_averages:
+    if "current_model_state" in tree:
+        facts["averages"], facts["tensors"] = facts["tensors"], mapping(tree["current_model_state"])
+        facts["average_updates"] = averages_made(mapping(tree.get("averaging_state")))
         remarks.append("`state_dict` holds averaged weights; `current_model_state` holds the trained ones")
     if "loops" not in tree:
         remarks.append("it has no state of loops: Lightning would count from 0")
-    hyper_parameters = plain(tree.get("hyper_parameters"))
-    counts = counts_of(tree)
     checkpoint = checkpoint_of(
         path,
         FORMAT.name,
         f"Lightning {tree[_VERSION]}",
         {path.name: tree},
-        tensors=mapping(tree.get("current_model_state" if has_averages else "state_dict")),
-        averages=mapping(tree.get("state_dict")) if has_averages else {},
-        **({"average_updates": averages_made(mapping(tree.get("averaging_state")))} if has_averages else {}),
         progress=progress_of(tree),
         keeps_order=True,
         arguments=mapping(hyper_parameters.state if isinstance(hyper_parameters, Object) else hyper_parameters),
         remarks=remarks,
-        accumulate=counts.accumulate if counts else None,
-        waiting=counts.waiting if counts else 0,
+        **facts,
     )
+    counts = counts_of(tree)
     if counts is None:
         return checkpoint
     schedules = (replace(schedule, every=counts.updates_for(schedule.position)) for schedule in checkpoint.schedules)
-    return replace(checkpoint, schedules=tuple(schedules))
+    return replace(checkpoint, schedules=tuple(schedules), accumulate=counts.accumulate, waiting=counts.waiting)
 
 
 class Counts(NamedTuple):
@@ -128,7 +126,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     """Write the original file with current numbers, or a new one with the loops' counters."""
     if checkpoint.format == FORMAT.name and checkpoint.trees:
         (tree,) = up_to_date(checkpoint.trees, checkpoint).values()
-        before = read_progress(tree)
+        before = _updates(tree)
         if checkpoint.step is not None and before is not None and before != checkpoint.step:
             tree = {**tree, "loops": advance_loops(tree.get("loops"), checkpoint.step - before)}
     else:
@@ -147,11 +145,10 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     write_torch_file(path, tree)
 
 
-def read_progress(tree: Mapping[str, Any]) -> int | None:
+def _updates(tree: Mapping[str, Any]) -> int | None:
     """Return the updates that the loops count."""
     try:
-        loop = tree["loops"]["fit_loop"][_STEPS]
-        return int(loop["optimizer"]["step"]["total"]["completed"])
+        return int(tree["loops"]["fit_loop"][_STEPS]["optimizer"]["step"]["total"]["completed"])
     except (KeyError, TypeError):
         return None
 

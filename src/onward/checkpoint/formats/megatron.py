@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,9 @@ def _newest(folder: Path) -> Path | None:
         return None
     with open(folder / _LATEST, encoding="utf-8", errors="replace") as file:
         tag = file.read(100).strip()
-    newest = folder / (tag if tag == "release" else f"iter_{int(tag):07d}") if _is_name(tag) else folder
-    return newest if _is_checkpoint(newest) else None
-
-
-def _is_name(tag: str) -> bool:
-    return tag == "release" or (tag.isascii() and tag.isdigit())
+    is_number = tag.isascii() and tag.isdigit()
+    newest = folder / (f"iter_{int(tag):07d}" if is_number else "release")
+    return newest if (is_number or tag == "release") and _is_checkpoint(newest) else None
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -128,15 +125,13 @@ def _read_old(path: Path, folder: Path) -> Checkpoint:
     return _checkpoint(path, tree, tensors, slots, randomness, trees)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Tensor]]:
-    """Return the tensors of nested dicts."""
-    tensors: list[tuple[str, Tensor]] = []
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dicts."""
     for key, value in tree.items():
         if isinstance(value, Tensor):
-            tensors.append((f"{prefix}{key}", value))
+            yield f"{prefix}{key}", value
         elif isinstance(value, Mapping):
-            tensors += _flat(value, f"{prefix}{key}.")
-    return tensors
+            yield from _flat(value, f"{prefix}{key}.")
 
 
 def _checkpoint(
@@ -215,25 +210,18 @@ def _optimizer(
         return None, remarks
     counts = [mapping(state.get("state")).get("common_step") for state in states]
     step = next((count_of(count) for count in counts if count is not None), None)
-    known_slots = {
-        name: {**({COUNT: step} if step is not None else {}), **without_copies(values, tensors.get(str(name)))}
-        for name, values in slots.items()
-    }
-    is_adam = all({"exp_avg", "exp_avg_sq"} <= values.keys() for values in known_slots.values())
-    if not is_adam:  # known by its slots, as those of PyTorch are
-        groups = [{**_settings(group), "params": list(names)} for group, names in zip(stored, members, strict=True)]
-        return optimizer_of({"state": known_slots, "param_groups": groups}), remarks
+    counted = {} if step is None else {COUNT: step}
+    counted_slots = {name: counted | without_copies(slots[name], tensors.get(str(name))) for name in slots}
+    is_adam = all({"exp_avg", "exp_avg_sq"} <= values.keys() for values in counted_slots.values())
+    if not is_adam:  # its slots tell its class, as in PyTorch
+        groups = [{**group, "params": list(names)} for group, names in zip(stored, members, strict=True)]
+        return optimizer_of({"state": counted_slots, "param_groups": groups}), remarks
     is_known = arguments.get("optimizer", "adam") == "adam"
-    adams = tuple(
-        ParameterGroup(_spec(group, common) if is_known else None, tuple(names), _settings(group))
-        for group, names in zip(stored, members, strict=True)
-        if names
-    )
-    return OptimizerState(("adamw",) if is_known else (), adams, known_slots), remarks
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    adams = []
+    for group, names in zip(stored, members, strict=True):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        adams += [ParameterGroup(_spec(group, common) if is_known else None, tuple(names), settings)] if names else []
+    return OptimizerState(("adamw",) if is_known else (), tuple(adams), counted_slots), remarks
 
 
 def _spec(group: Mapping[str, Any], common: Mapping[str, Any]) -> Spec | None:
@@ -276,7 +264,11 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
         raise UnsupportedError("a checkpoint of Megatron has one optimizer", hint="write it with `--to torch`")
     for optimizer in checkpoint.optimizers:
         refuse_unknown_class(optimizer)
-        _refuse_coupled_decay(optimizer)
+        if any(g.optimizer_name == "adam" and g.spec.options.get("weight_decay") for g in optimizer.groups):
+            raise UnsupportedError(
+                "Megatron's Adam decouples weight decay, and that of the checkpoint does not",
+                hint="write it with `--to dcp`",
+            )
     step = checkpoint.step or 0
     folder = path / f"iter_{step:07d}"
     folder.mkdir(parents=True)
@@ -293,18 +285,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     write_values((((key,), value) for key, value in values.items()), folder)
     write_torch_file(folder / _COMMON, _common(checkpoint, step))
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
-    versions = {f"{key}_version": 1 for key in backends}
-    write_json(folder / _BACKEND, {**backends, **versions})
-
-
-def _refuse_coupled_decay(optimizer: OptimizerState) -> None:
-    """Raise an UnsupportedError for coupled weight decay: Megatron's Adam decouples it."""
-    for group in optimizer.groups:
-        if group.optimizer_name == "adam" and group.spec.options.get("weight_decay"):
-            raise UnsupportedError(
-                "Megatron's Adam decouples weight decay, and that of the checkpoint does not",
-                hint="write it with `--to dcp`",
-            )
+    write_json(folder / _BACKEND, {**backends, **{f"{key}_version": 1 for key in backends}})
 
 
 def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
@@ -320,11 +301,9 @@ def _common(checkpoint: Checkpoint, step: int) -> dict[str, Any]:
         "state": {"common_step": ArrayTensor(np.array(count, np.float32))},
         "param_groups": [_with_factors(settings_now(group)) for group in optimizer.groups],
     }
-    has_masters = any(MASTER in slots for slots in optimizer.slots.values())
     stored_optimizer = mapping(stored.get("optimizer"))
-    tree["optimizer"] = (
-        {**stored_optimizer, "optimizer": state} if has_masters or "optimizer" in stored_optimizer else state
-    )
+    is_nested = "optimizer" in stored_optimizer or any(MASTER in slots for slots in optimizer.slots.values())
+    tree["optimizer"] = {**stored_optimizer, "optimizer": state} if is_nested else state
     return tree
 
 

@@ -48,10 +48,10 @@ def read(path: Path) -> Checkpoint:
         return _read_step(path)
     *others, newest = (steps := _steps(path))
     remark = f"this is step {newest}, the newest; others are {', '.join(map(str, others))}, each in its folder"
-    return _read_step(steps[newest], remarks=(remark,) if others else ())
+    return _read_step(steps[newest], (remark,) if others else ())
 
 
-def _read_step(folder: Path, **facts: Any) -> Checkpoint:
+def _read_step(folder: Path, remarks: tuple[str, ...] = ()) -> Checkpoint:
     info = read_json(folder / INFORMATION) if (folder / INFORMATION).is_file() else {}
     is_single_tree = (folder / TREE).is_file()
     items = {_ALONE: read_tree(folder)} if is_single_tree else _items(folder)
@@ -59,24 +59,20 @@ def _read_step(folder: Path, **facts: Any) -> Checkpoint:
         raise UnsupportedError(
             f"`{folder}` holds no tree", hint="only items that are trees, JSON or random keys are read"
         )
-    trees = {name: tree for name, tree in items.items() if (folder / name / TREE).is_file()}
-    layouts = [read_layout(folder / name) for name in trees]
+    layout: dict[str, Any] = {}
+    for name in items:
+        layout |= read_layout(folder / name) if (folder / name / TREE).is_file() else {}
+    others = sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in items)
     checkpoint = checkpoint_of_tree(
         folder, FORMAT.name, FORMAT.title, next(iter(items.values())) if len(items) == 1 else items,
-        trees={**items, INFORMATION: info}, files=() if is_single_tree else _others(folder, items),
-        layout={key: value for tree_layout in layouts for key, value in tree_layout.items()},
-        data=next((items[name] for name in _DATA if name in items), {}),
-        **facts,
+        trees={**items, INFORMATION: info}, files=() if is_single_tree else tuple(others), layout=layout,
+        data=next((items[name] for name in _DATA if name in items), {}), remarks=remarks,
     )  # fmt: skip
     number = _NUMBER.fullmatch(folder.name)
     if checkpoint.step is None and number and not is_single_tree:
         checkpoint = dataclasses.replace(checkpoint, step=int(number[1]))
     custom = info.get("custom_metadata")
     return with_words(checkpoint, custom.get(_OURS) if isinstance(custom, dict) else None)
-
-
-def _others(folder: Path, items: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(sorted(path.name for path in folder.iterdir() if path.is_dir() and path.name not in items))
 
 
 def _items(folder: Path) -> dict[str, Any]:
@@ -92,8 +88,7 @@ def _items(folder: Path) -> dict[str, Any]:
     return items
 
 
-_HANDLERS = "orbax.checkpoint._src.handlers."
-_OF_TREES = f"{_HANDLERS}standard_checkpoint_handler.StandardCheckpointHandler"
+_OF_TREES = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _DONE = "commit_success.txt"
 
 
@@ -139,13 +134,9 @@ def _finish(folder: Path, handlers: Any, checkpoint: Checkpoint) -> None:
 
 
 FORMAT = Format(
-    "orbax",
-    "Orbax",
-    _matches,
-    read,
-    write,
+    "orbax", "Orbax", _matches, read, write,
     keeps=("tensors", "optimizers", "schedules", "step", "randomness", "data", "averages", "clip"),
-)
+)  # fmt: skip
 
 
 def words_of(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -155,10 +146,8 @@ def words_of(checkpoint: Checkpoint) -> dict[str, Any]:
         return {}
     return {
         "groups": [{"optimizer": str(group.optimizer), "parameters": [*group.parameters]} for group in groups],
-        "schedules": [
-            None if schedule.words is None else [*map(str, schedule.words)] for schedule in checkpoint.schedules
-        ],
-        "every": [schedule.every for schedule in checkpoint.schedules],
+        "schedules": [None if item.words is None else [*map(str, item.words)] for item in checkpoint.schedules],
+        "every": [item.every for item in checkpoint.schedules],
         "clip": checkpoint.clip and dict(checkpoint.clip),
         "accumulate": checkpoint.accumulate,
     }
@@ -184,12 +173,8 @@ def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
     if {*stored} != {name for _, names in stored_groups for name in names}:
         return checkpoint
     # The state of optax does not distinguish groups without state, such as several of SGD.
-    groups = tuple(
-        dataclasses.replace(stored[names[0]], parameters=names, optimizer=spec)
-        for spec, names in stored_groups
-        if names
-    )
-    families = dict.fromkeys(group.optimizer.name for group in groups if group.optimizer)
+    groups = [dataclasses.replace(stored[n[0]], parameters=n, optimizer=spec) for spec, n in stored_groups if n]
+    families = dict.fromkeys(spec.name for spec, names in stored_groups if names)
     updated = []
     for item, spec_words, every in zip(checkpoint.schedules, schedules or [()], units or [None], strict=False):
         position = item.position
@@ -198,7 +183,7 @@ def with_words(checkpoint: Checkpoint, words: Any) -> Checkpoint:
         updated.append(dataclasses.replace(item, words=spec_words, every=every or item.every, position=position))
     return dataclasses.replace(
         checkpoint,
-        optimizers=(dataclasses.replace(optimizer, groups=groups, families=tuple(families)),),
+        optimizers=(dataclasses.replace(optimizer, groups=tuple(groups), families=tuple(families)),),
         schedules=tuple(updated) or checkpoint.schedules,
         clip=clip,
         accumulate=accumulate if checkpoint.accumulate is None else accumulate or checkpoint.accumulate,

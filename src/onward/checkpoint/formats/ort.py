@@ -43,12 +43,8 @@ def checkpoint_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     paths = checkpoints_in(path)
-    named = [
-        candidate
-        for candidate in paths
-        if candidate.name.endswith(NAME) and not candidate.name.endswith(f"nominal_{NAME}")
-    ]
-    candidates = named if named else paths
+    named = [file for file in paths if file.name.endswith(NAME) and not file.name.endswith(f"nominal_{NAME}")]
+    candidates = named or paths
     if len(candidates) != 1:
         raise InvalidModelError(
             f"`{path}` holds several checkpoints: {', '.join(f'`{file.name}`' for file in candidates[:6])}",
@@ -69,8 +65,8 @@ def read(path: Path) -> Checkpoint:
             f"`{location}` is a nominal checkpoint, which has only the names of parameters",
             hint="open the complete checkpoint that was made with it",
         )
-    rules = artifact(location, OPTIMIZER)
-    rule = optimizer_of(rules) if rules else None
+    graphs = {name: artifact(location, name) for name in (TRAINING, EVALUATION, OPTIMIZER)}
+    rule = optimizer_of(rule_file) if (rule_file := graphs[OPTIMIZER]) else None
     optimizers = _optimizers(tree, trained, rule)
     step = max((group["step"] for group in tree["optimizer_groups"].values()), default=None)
     return Checkpoint(
@@ -82,11 +78,7 @@ def read(path: Path) -> Checkpoint:
         step=step,
         progress={**({} if step is None else {"step": step}), **tree["properties"]},
         clip=rule.clip or {} if rule else None,
-        files=tuple(
-            each.name
-            for artifact_kind in (TRAINING, EVALUATION, OPTIMIZER)
-            if (each := artifact(location, artifact_kind))
-        ),
+        files=tuple(file.name for file in graphs.values() if file),
         trees={location.name: tree},
         remarks=(_INITIAL_RATE_NOTE,) if optimizers else (),
     )
@@ -96,7 +88,10 @@ def _optimizers(
     tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Rule | None
 ) -> tuple[OptimizerState, ...]:
     groups, slots = [], {}
-    stored = tree["optimizer_groups"] or _fresh_group(trained, rule)
+    stored = tree["optimizer_groups"]
+    if not stored and rule:  # before the first update
+        states: dict[str, Any] = {name: {} for name in trained}
+        stored = {_GROUP: {"step": 0, "initial_learning_rate": _RATE, "optimizer_states": states}}
     for group in stored.values():
         rate = group["initial_learning_rate"]
         spec = None if rule is None or rule.spec is None else Spec(rule.spec.name, {**rule.spec.options, "lr": rate})
@@ -107,13 +102,6 @@ def _optimizers(
                 raise InvalidModelError(f"the optimizer has state of `{name}`, which is frozen or repeated")
             slots[name] = {COUNT: group["step"], **_slots(name, momentums, trained[name], rule)}
     return (OptimizerState((rule.family,) if rule else (), tuple(groups), slots),) if groups else ()
-
-
-def _fresh_group(trained: Mapping[str, Tensor], rule: Rule | None) -> dict[str, Any]:
-    """Return the group of a checkpoint without optimizer state."""
-    if rule is None:
-        return {}
-    return {_GROUP: {"step": 0, "initial_learning_rate": _RATE, "optimizer_states": {name: {} for name in trained}}}
 
 
 def _slots(name: str, momentums: Mapping[str, Tensor], parameter: Tensor, rule: Rule | None) -> dict[str, Tensor]:
@@ -135,14 +123,15 @@ def graph(path: Path) -> Captured:
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a checkpoint with the graphs that it came with."""
+    trained = {name for group in checkpoint.stored_groups for name in group.parameters}
+    tensors, properties = checkpoint.tensors, checkpoint.progress
     tree = {
-        "module_state": _module(checkpoint),
-        "optimizer_groups": _groups(checkpoint),
-        "properties": {
-            key: value
-            for key, value in checkpoint.progress.items()
-            if type(value) in (int, float, str) and key != "step"
+        "module_state": {
+            "requires_grad_params": {name: tensor for name, tensor in tensors.items() if name in trained},
+            "frozen_params": {name: tensor for name, tensor in tensors.items() if name not in trained},
         },
+        "optimizer_groups": _groups(checkpoint),
+        "properties": {k: v for k, v in properties.items() if type(v) in (int, float, str) and k != "step"},
     }
     folder.mkdir(exist_ok=True)
     write_ort(tree, folder / NAME)
@@ -173,14 +162,6 @@ def _meaning_of(spec: Spec) -> Any:
     return spec.name, {key: np.float32(value) for key, value in configured.values.items()}, configured.options
 
 
-def _module(checkpoint: Checkpoint) -> dict[str, Any]:
-    trained = {name for group in checkpoint.stored_groups for name in group.parameters}
-    return {
-        "requires_grad_params": {name: t for name, t in checkpoint.tensors.items() if name in trained},
-        "frozen_params": {name: t for name, t in checkpoint.tensors.items() if name not in trained},
-    }
-
-
 def _groups(checkpoint: Checkpoint) -> dict[str, Any]:
     groups = [(optimizer, group) for optimizer in checkpoint.optimizers for group in optimizer.groups]
     if len(groups) > 1 and len({str(group.optimizer) for _, group in groups}) > 1:
@@ -191,9 +172,7 @@ def _groups(checkpoint: Checkpoint) -> dict[str, Any]:
     if not groups:
         return {}
     if unknown := [str(name) for _, group in groups for name in group.parameters if name not in checkpoint.tensors]:
-        raise InvalidModelError(
-            f"the optimizer updates {list_names(unknown, 6)}, and the checkpoint holds no such tensor"
-        )
+        raise InvalidModelError(f"the optimizer updates {list_names(unknown, 6)}, which the checkpoint lacks")
     states: dict[str, Any] = {}
     for optimizer, group in groups:
         slots = _momentum_slots(group)
@@ -212,22 +191,16 @@ def _momentum_slots(group: ParameterGroup) -> tuple[str, ...]:
     if spec is not None:
         configured = configure(spec)
         options = {**configured.values, **configured.options}
-        if spec.name in ("adam", "adamw") and _is_adam_of_theirs(spec, options):
-            return "exp_avg", "exp_avg_sq"
+        if spec.name in ("adam", "adamw") and not options["amsgrad"]:
+            decays_weights = spec.name == "adamw" and options["variant"] in ("torch", "optax", "transformers")
+            if decays_weights or not options["weight_decay"]:
+                return "exp_avg", "exp_avg_sq"
         if spec.name == "sgd" and not options["momentum"] and not options["weight_decay"]:
             return ("momentum_buffer",)  # stored, but not used
     raise UnsupportedError(
         f"onnxruntime-training has no optimizer equal to `{spec}`",
         hint="use `adamw` (of PyTorch or transformers), or `sgd` without momentum and decay",
     )
-
-
-def _is_adam_of_theirs(spec: Spec, options: Mapping[str, Any]) -> bool:
-    if options["amsgrad"]:
-        return False
-    if spec.name == "adamw":
-        return options["variant"] in ("torch", "optax", "transformers") or not options["weight_decay"]
-    return not options["weight_decay"]
 
 
 def _momentum(checkpoint: Checkpoint, name: str, slot: Any) -> Tensor:
@@ -238,11 +211,6 @@ def _momentum(checkpoint: Checkpoint, name: str, slot: Any) -> Tensor:
 
 
 FORMAT = Format(
-    "ort",
-    "onnxruntime-training",
-    matches,
-    read,
-    write,
+    "ort", "onnxruntime-training", matches, read, write, graph=graph,
     keeps=("tensors", "optimizers", "step", "progress", "clip", "loss"),
-    graph=graph,
-)
+)  # fmt: skip

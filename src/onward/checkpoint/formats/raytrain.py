@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,16 @@ def _inside(folder: Path) -> Checkpoint:
         return format.read(path)
     if formats and all(format is pytorch.FORMAT for format in formats.values()):
         trees = torch_files(folder)
-        counted = [progress_of(tree) for tree in trees.values()]
-        progress = {name: number for counters in counted for name, number in counters.items()}
+        progress: dict[str, Any] = {}
+        for tree in trees.values():
+            progress |= progress_of(tree)
         return checkpoint_of(folder, FORMAT.name, "files of PyTorch", trees, progress=progress, keeps_order=True)
-    raise UnsupportedError(
-        f"`{folder}` holds "
-        + (f"several checkpoints: {list_names([p.name for p in formats], 4)}" if formats else "none"),
-        hint="open one of them" if formats else "open what the training loop saved",
-    )
+    if formats:
+        names = list_names([path.name for path in formats], 4)
+        raise UnsupportedError(
+            f"`{folder}` holds several checkpoints: {names}", hint=f"open one: `{next(iter(formats))}`"
+        )
+    raise UnsupportedError(f"`{folder}` holds no checkpoint", hint="open the file that the training loop saved")
 
 
 def _format_of(path: Path) -> Format | None:
@@ -78,20 +79,13 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
         inner = writable().get(checkpoint.format, pytorch.FORMAT)
         assert inner.write is not None
         named = with_own_names(checkpoint) if inner.needs_names else checkpoint
-        inner.write(named, target if inner.is_folder else target / _file(checkpoint, inner))
-    ray_facts = mapping(checkpoint.arguments.get(_OF_RAY))
-    write_json(folder / _SNAPSHOT, _snapshot(target.name, mapping(ray_facts.get("metrics"))))
-
-
-def _file(checkpoint: Checkpoint, inner: Format) -> str:
-    """Return the name that the training loop gave its file, which it will look for."""
-    is_own = _OF_RAY in checkpoint.arguments and checkpoint.path.suffix == inner.ending
-    return checkpoint.path.name if is_own else f"checkpoint{inner.ending}"
-
-
-def _snapshot(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    result = {"version": 0, "checkpoint_dir_name": name, "metrics": dict(metrics)}
-    return {
+        # The training loop looks for the name that it gave its file.
+        is_own = _OF_RAY in checkpoint.arguments and checkpoint.path.suffix == inner.ending
+        file = checkpoint.path.name if is_own else f"checkpoint{inner.ending}"
+        inner.write(named, target if inner.is_folder else target / file)
+    metrics = mapping(mapping(checkpoint.arguments.get(_OF_RAY)).get("metrics"))
+    result = {"version": 0, "checkpoint_dir_name": target.name, "metrics": dict(metrics)}
+    snapshot = {
         "ray_version": _VERSION,
         "checkpoint_results": [result],
         "checkpoint_report_indices": [1],
@@ -99,10 +93,9 @@ def _snapshot(name: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
         "pending_training_results": [],
         "pending_validation_specs": [],
         "current_report_index": 1,
-        "validated_checkpoint_dir_names": [],
-        "timed_out_validation_checkpoint_dir_names": [],
-        "failed_validation_checkpoint_dir_names": [],
+        **{f"{state}_checkpoint_dir_names": [] for state in ("validated", "timed_out_validation", "failed_validation")},
     }
+    write_json(folder / _SNAPSHOT, snapshot)
 
 
 FORMAT = Format(

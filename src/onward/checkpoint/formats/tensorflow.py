@@ -76,7 +76,10 @@ def read(path: Path) -> Checkpoint:
         title=FORMAT.title if GRAPH in tree else f"{FORMAT.title}, by the names of variables",
         tensors={name: tree[key] for name, key in meaning.parameters.items()},
         optimizers=optimizers,
-        schedules=tuple(map(_schedule, optimizers)),
+        schedules=tuple(  # constant for a stored rate: TensorFlow stores nothing of others
+            SchedulerState({}, () if "lr" in settings else None, settings.get("iterations"), every=1)
+            for settings in (optimizer.groups[0].settings for optimizer in optimizers)
+        ),
         step=int(max(steps)) if steps else None,
         progress=progress,
         randomness=tuple(RandomState("TensorFlow", tree[key]) for key in meaning.generators.values()),
@@ -101,12 +104,6 @@ def _optimizer(keys: OptimizerKeys, tree: Tree) -> OptimizerState:
     numbers = {"lr": settings["lr"]} if "lr" in settings else {}
     group = ParameterGroup(None, tuple(keys.parameters), settings, numbers=numbers)
     return OptimizerState(keys.families, (group,), slots, variant="keras")
-
-
-def _schedule(optimizer: OptimizerState) -> SchedulerState:
-    """Return a constant schedule for a stored rate. TensorFlow stores nothing of others."""
-    settings = optimizer.groups[0].settings
-    return SchedulerState({}, () if "lr" in settings else None, settings.get("iterations"), every=1)
 
 
 def _tensor(tree: Tree, key: str) -> Tensor:
@@ -172,11 +169,10 @@ def _named_variables(checkpoint: Checkpoint) -> dict[str, Any]:
         owner, words = (snake_case(row.name), row.words) if row else ("optimizer", {})
         for name, slots in optimizer.slots.items():
             for slot, value in slots.items():
-                variable_name = (
-                    f"{owner}/{str(name).replace('/', '_')}_{words[slot]}" if slot in words else f"{name}/{slot}"
-                )
                 if isinstance(value, Tensor) and slot not in (COUNT, MASTER):
-                    variables[variable_name] = value
+                    flat_name = str(name).replace("/", "_")
+                    key = f"{owner}/{flat_name}_{words[slot]}" if slot in words else f"{name}/{slot}"
+                    variables[key] = value
         if checkpoint.step is not None:
             variables[f"{owner}/iteration"] = ArrayTensor(np.asarray(checkpoint.step, np.int64))
     variables |= {f"{name}/ExponentialMovingAverage": tensor for name, tensor in checkpoint.averages.items()}
@@ -186,10 +182,6 @@ def _named_variables(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 FORMAT = Format(
-    "tensorflow",
-    "TensorFlow",
-    matches,
-    read,
-    write,
+    "tensorflow", "TensorFlow", matches, read, write,
     keeps=("tensors", "optimizers", "step", "progress", "randomness", "data", "averages"),
-)
+)  # fmt: skip

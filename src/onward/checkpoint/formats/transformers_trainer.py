@@ -23,13 +23,10 @@ STATE = "trainer_state.json"
 _ARGUMENTS = "training_args.bin"
 _RANDOM = {"Python": "python", "numpy": "numpy", "torch, CPU": "cpu"}
 _FAMILIES = {
-    "adamw_torch": "adamw",
-    "adamw_torch_fused": "adamw",
-    "adamw_hf": "adamw",
-    "sgd": "sgd",
-    "rmsprop": "rmsprop",
-    "adagrad": "adagrad",
+    **dict.fromkeys(["adamw_torch", "adamw_torch_fused", "adamw_hf"], "adamw"),
+    **{name: name for name in ("sgd", "rmsprop", "adagrad")},
 }
+"""Names of optimizers in arguments -> names in recipes."""
 _SCHEDULES = {
     "linear": "linear_schedule_with_warmup",
     "cosine": "cosine_schedule_with_warmup",
@@ -58,32 +55,20 @@ def read(folder: Path) -> Checkpoint:
         facts["clip"] = {"norm": float(limit), "variant": "torch"} if limit else {}
     if "gradient_accumulation_steps" in arguments:
         facts["accumulate"] = int(arguments["gradient_accumulation_steps"] or 1)
-    return hugging_face_folder(
-        folder,
-        FORMAT.name,
-        FORMAT.title,
-        {STATE: state, **trees},
-        progress=progress_of(state),
-        arguments=arguments,
-        remarks=_remarks(arguments),
-        **facts,
-    )
+    facts |= {"progress": progress_of(state), "arguments": arguments, "remarks": _remarks(arguments)}
+    return hugging_face_folder(folder, FORMAT.name, FORMAT.title, {STATE: state, **trees}, **facts)
 
 
 def _remarks(arguments: Mapping[str, Any]) -> list[str]:
     """Return what the Trainer does and a training model does not."""
-    narrow_type = next((dtype for dtype in ("bf16", "fp16") if arguments.get(dtype) is True), None)
-    remarks = {
-        f"the Trainer computes in 16 bits ({narrow_type}=True), a training model in those of its graph": narrow_type,
-        "the Trainer adds noise to embeddings (`neftune_noise_alpha`), and a training model does not": arguments.get(
-            "neftune_noise_alpha"
-        ),
-        "the Trainer weights the batches of an update by their labels, and a training model does not": int(
-            arguments.get("gradient_accumulation_steps") or 1
-        )
-        > 1,
-    }
-    return [remark for remark, applies in remarks.items() if applies]
+    remarks = []
+    if narrow_type := next((dtype for dtype in ("bf16", "fp16") if arguments.get(dtype) is True), None):
+        remarks.append(f"the Trainer computes in 16 bits ({narrow_type}=True), a training model in those of its graph")
+    if arguments.get("neftune_noise_alpha"):
+        remarks.append("the Trainer adds noise to embeddings (`neftune_noise_alpha`), and a training model does not")
+    if int(arguments.get("gradient_accumulation_steps") or 1) > 1:
+        remarks.append("the Trainer weights the batches of an update by their labels, and a training model does not")
+    return remarks
 
 
 def _word(value: Any) -> str:
@@ -139,31 +124,21 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
         write_torch_file(folder / "optimizer.pt", optimizer_state(optimizer))
     for schedule in checkpoint.schedules[:1]:
         write_torch_file(folder / "scheduler.pt", {**schedule.state})
-    if states := {
-        _RANDOM[generator.kind]: generator.state for generator in checkpoint.randomness if generator.kind in _RANDOM
-    }:
+    if states := {_RANDOM[item.kind]: item.state for item in checkpoint.randomness if item.kind in _RANDOM}:
         write_torch_file(folder / "rng_state.pth", states)
 
 
 def _state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the state that the Trainer reads to resume; it derives epochs from steps."""
-    step = checkpoint.step or 0
     return {
-        "epoch": checkpoint.progress.get("epoch", 0),
-        "global_step": step,
-        "max_steps": checkpoint.progress.get("max_steps", 0),
-        "num_train_epochs": checkpoint.progress.get("num_train_epochs", 0),
-        "is_local_process_zero": True,
-        "is_world_process_zero": True,
+        **{name: checkpoint.progress.get(name, 0) for name in ("epoch", "max_steps", "num_train_epochs")},
+        "global_step": checkpoint.step or 0,
+        **dict.fromkeys(["is_local_process_zero", "is_world_process_zero"], True),
+        **dict.fromkeys(["logging_steps", "eval_steps", "save_steps"], 500),
+        **dict.fromkeys(["train_batch_size", "trial_name", "trial_params"]),
         "log_history": [],
-        "logging_steps": 500,
-        "eval_steps": 500,
-        "save_steps": 500,
         "stateful_callbacks": {},
         "total_flos": 0.0,
-        "train_batch_size": None,
-        "trial_name": None,
-        "trial_params": None,
     }
 
 

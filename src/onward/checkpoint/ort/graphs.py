@@ -1,7 +1,7 @@
 """Artifacts of onnxruntime-training, read back: the model, its loss, and the optimizer.
 
-The model is the evaluation graph, which ends in the loss. If only the training graph is left, its
-forward part is extracted.
+The model is the evaluation graph, which ends in the loss. If only the training graph exists, its
+forward pass is extracted.
 """
 
 from __future__ import annotations
@@ -72,20 +72,15 @@ def _adamw(attributes: Mapping[str, Any]) -> Rule:
     settings = {**defaults, **attributes}
     numbers = {"beta1": settings["alpha"], "beta2": settings["beta"], "eps": settings["epsilon"]}
     decay = settings["weight_decay"]
-    if not settings["correct_bias"]:
-        spec = None
-    elif not settings["adam_mode"]:
-        spec = Spec("adamw", {**numbers, "weight_decay": decay, "variant": "torch"})
-    elif decay:
-        spec = Spec("adamw", {**numbers, "weight_decay": decay, "variant": "transformers"})
-    else:
-        spec = Spec("adam", {**numbers, "variant": "keras"})
-    return Rule("adamw", settings, spec, None, ("exp_avg", "exp_avg_sq"))
+    spec = Spec("adam", {**numbers, "variant": "keras"})
+    if decay or not settings["adam_mode"]:
+        variant = "transformers" if settings["adam_mode"] else "torch"
+        spec = Spec("adamw", {**numbers, "weight_decay": decay, "variant": variant})
+    return Rule("adamw", settings, spec if settings["correct_bias"] else None, None, ("exp_avg", "exp_avg_sq"))
 
 
 def _sgd(attributes: Mapping[str, Any]) -> Rule:
-    """Return SGD, which stores a momentum without use."""
-    return Rule("sgd", attributes, Spec("sgd", {"variant": "torch"}), None, ())
+    return Rule("sgd", attributes, Spec("sgd", {"variant": "torch"}), None, ())  # it does not use its momentum
 
 
 _OPTIMIZERS = {(_DOMAIN, "AdamWOptimizer"): _adamw, (_DOMAIN, "SGDOptimizerV2"): _sgd}
@@ -157,7 +152,7 @@ def _for_evaluation(node: ir.Node) -> None:
         return
     op_type, outputs, inputs = form
     if any(value.uses() or value.is_graph_output() for value in node.outputs[outputs:]):
-        raise UnsupportedError(f"the forward part reads an output that only `{node.op_type}` computes")
+        raise UnsupportedError(f"the forward pass reads an output that only `{node.op_type}` computes")
     if node.op_type == "SoftmaxCrossEntropyLossInternal" and len(node.inputs) > 3:
         node.attributes["ignore_index"] = ir.AttrInt64("ignore_index", _number(node.inputs[3]))
     node.domain, node.op_type = "", op_type
@@ -181,12 +176,10 @@ def _as_trained(model: Model, training: Model, trainable: Collection[str]) -> No
             scale = node.inputs[1]
             learns = scale is not None and scale.name in trainable
             if learns != _is_in_training(maker):
-                statistics = (
-                    "the past, with a scale that learns" if learns else "each batch, with a scale that is frozen"
-                )
+                source = "running statistics, but its scale learns" if learns else "batches, but its scale is frozen"
                 raise UnsupportedError(
-                    f"the normalisation of `{node.outputs[0].name}` is trained by the statistics of {statistics}",
-                    hint="a training model has either both or none",
+                    f"`BatchNormalization` of `{node.outputs[0].name}` uses {source}",
+                    hint="train its scale with statistics of batches, or freeze it with running statistics",
                 )
 
 
@@ -201,7 +194,7 @@ def _is_in_training(node: ir.Node) -> bool:
 def _number(value: ir.Value | None) -> int:
     constant = constant_tensor(value)
     if constant is None or constant.size != 1:
-        raise UnsupportedError("the label that the loss ignores is computed; it must be a number")
+        raise UnsupportedError("`ignore_index` of the loss is computed; it must be a constant")
     return int(constant.numpy().item())
 
 
@@ -222,17 +215,11 @@ _KEPT = ("epsilon", "momentum", "seed", "axis", "reduction", "ignore_index")
 
 _P, _T = "prediction", "target"
 _PROBABILITY = ("Sigmoid", _P)
+_CONVERSE = ("Mul", ("Log", ("Sub", 1.0, _PROBABILITY)), ("Sub", 1.0, _T))
 _LOSSES: dict[str, Any] = {
     "mse": ("Pow", ("Sub", _P, _T), 2.0),
     "l1": ("Abs", ("Sub", _P, _T)),
-    "bce_with_logits": (
-        "Neg",
-        (
-            "Add",
-            ("Mul", ("Log", _PROBABILITY), _T),
-            ("Mul", ("Log", ("Sub", 1.0, _PROBABILITY)), ("Sub", 1.0, _T)),
-        ),
-    ),
+    "bce_with_logits": ("Neg", ("Add", ("Mul", ("Log", _PROBABILITY), _T), _CONVERSE)),
 }
 """Expressions of `onnxblock`, before reduction."""
 _REDUCTIONS = {"ReduceMean": "mean", "ReduceSum": "sum"}
@@ -270,18 +257,13 @@ def _cross_entropy(value: ir.Value) -> tuple[Spec, dict[str, ir.Value]] | None:
 
 def _elementwise(value: ir.Value) -> tuple[Spec, dict[str, ir.Value]] | None:
     node = value.producer()
-    if (
-        node is None
-        or node.domain
-        or node.op_type not in _REDUCTIONS
-        or len(node.inputs) != 1
-        or "axes" in node.attributes
-    ):
+    reduction = _REDUCTIONS.get(node.op_type) if node is not None and not node.domain else None
+    if node is None or reduction is None or len(node.inputs) != 1 or "axes" in node.attributes:
         return None
     for name, pattern in _LOSSES.items():
         bound: dict[str, ir.Value] = {}
         if _matches(node.inputs[0], pattern, bound):
-            return Spec(name, {"reduction": _REDUCTIONS[node.op_type]}), bound
+            return Spec(name, {"reduction": reduction}), bound
     return None
 
 
@@ -293,14 +275,7 @@ def _matches(value: ir.Value | None, pattern: Any, bound: dict[str, ir.Value]) -
     if isinstance(pattern, float):
         constant = constant_tensor(value)
         return constant is not None and constant.size == 1 and float(constant.numpy().item()) == pattern
-    node = value.producer()
-    return (
-        node is not None
-        and not node.domain
-        and node.op_type == pattern[0]
-        and len(node.inputs) == len(pattern) - 1
-        and all(
-            _matches(operand, operand_pattern, bound)
-            for operand, operand_pattern in zip(node.inputs, pattern[1:], strict=True)
-        )
-    )
+    node, (op_type, *operands) = value.producer(), pattern
+    if node is None or node.domain or node.op_type != op_type or len(node.inputs) != len(operands):
+        return False
+    return all(_matches(operand, inner, bound) for operand, inner in zip(node.inputs, operands, strict=True))

@@ -171,9 +171,23 @@ def _read(path: Path, archive: zipfile.ZipFile, start: int) -> Any:
             f"`{path}` was written by a machine with another byte order",
             hint="save it on a machine with the byte order of this one",
         )
-    storages = _Storages(path, archive, members, f"{root}data/", start)
+
+    def storage(key: Any) -> _Storage:
+        tag, storage_class, name, _, size = key
+        is_known = tag == "storage" and isinstance(storage_class, Name) and storage_class.name in _STORAGES
+        if not is_known or not isinstance(name, str) or type(size) is not int:
+            raise ValueError("it refers to data that is not of a tensor")
+        dtype = np.dtype(TYPES[_STORAGES[storage_class.name]])
+        info = members.get(f"{root}data/{name}")
+        if info is None:
+            raise ValueError(f"the data of a tensor, `{name[:40]}`, is missing")
+        begin, length = stored_range(archive, info)
+        if length < size * dtype.itemsize:
+            raise ValueError(f"the data of a tensor, `{info.filename}`, is cut off")
+        return _Storage(path, start + begin, start + begin + length, dtype)
+
     data = read_stored(archive, members[main], MOST_BYTES)
-    return read_pickle(data, str(path), makers=_MAKERS, persistent=storages)
+    return read_pickle(data, str(path), makers=_MAKERS, persistent=storage)
 
 
 class _Storage(NamedTuple):
@@ -183,33 +197,6 @@ class _Storage(NamedTuple):
     start: int
     end: int
     dtype: np.dtype
-
-
-class _Storages:
-    """Storages of an archive, by the keys in its pickle."""
-
-    def __init__(
-        self, path: Path, archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], folder: str, start: int
-    ):
-        self._path = path
-        self._begin = start
-        self._archive = archive
-        self._members = members
-        self._folder = folder
-
-    def __call__(self, key: Any) -> _Storage:
-        tag, storage, name, _, size = key
-        is_known = tag == "storage" and isinstance(storage, Name) and storage.name in _STORAGES
-        if not is_known or not isinstance(name, str) or type(size) is not int:
-            raise ValueError("it refers to data that is not of a tensor")
-        dtype = np.dtype(TYPES[_STORAGES[storage.name]])
-        info = self._members.get(f"{self._folder}{name}")
-        if info is None:
-            raise ValueError(f"the data of a tensor, `{name[:40]}`, is missing")
-        start, length = stored_range(self._archive, info)
-        if length < size * dtype.itemsize:
-            raise ValueError(f"the data of a tensor, `{info.filename}`, is cut off")
-        return _Storage(self._path, self._begin + start, self._begin + start + length, dtype)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -229,14 +216,23 @@ def write_torch_file(path: Path, tree: Any) -> None:
 
 def write_torch_archive(file: BinaryIO | Appending, tree: Any, root: str = "archive") -> None:
     """Write the archive of `torch.save` into an open file."""
-    references = _References()
-    main = write_pickle(tree, tensors=references.reference)
+    stored: list[Tensor] = []
+    calls: dict[Any, Object] = {}
+
+    def reference(tensor: Tensor) -> Object:
+        key = tensor if isinstance(tensor, StoredTensor) else id(tensor)  # equal locations are one tensor
+        if key not in calls:
+            calls[key] = _call(tensor, len(stored))
+            stored.append(tensor)
+        return calls[key]
+
+    main = write_pickle(tree, tensors=reference)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr(f"{root}/data.pkl", main)
         archive.writestr(f"{root}/.format_version", "1")
         archive.writestr(f"{root}/.storage_alignment", str(_ALIGNMENT))
         archive.writestr(f"{root}/byteorder", "little")
-        for key, tensor in enumerate(references.stored):
+        for key, tensor in enumerate(stored):
             _write_aligned(archive, f"{root}/data/{key}", tensor)
         archive.writestr(f"{root}/version", "3\n")
 
@@ -248,29 +244,16 @@ def type_name(dtype: np.dtype) -> str:
     return _NAMES[dtype]
 
 
-class _References:
-    """Tensors of a pickle that is being written, each once."""
-
-    def __init__(self) -> None:
-        self.stored: list[Tensor] = []
-        self._calls: dict[Any, Object] = {}
-
-    def reference(self, tensor: Tensor) -> Object:
-        key = tensor if isinstance(tensor, StoredTensor) else id(tensor)  # equal locations are one tensor
-        if key not in self._calls:
-            self._calls[key] = self._call(tensor)
-            self.stored.append(tensor)
-        return self._calls[key]
-
-    def _call(self, tensor: Tensor) -> Object:
-        name = type_name(tensor.dtype)
-        storage = Name("torch", _STORAGE_OF[name]) if name in _STORAGE_OF else Name("torch.storage", "UntypedStorage")
-        size = math.prod(tensor.shape) if name in _STORAGE_OF else tensor.nbytes
-        data = Persistent(("storage", storage, str(len(self.stored)), "cpu", size))
-        arguments = (data, 0, tensor.shape, contiguous_strides(tensor.shape), False, Attributed())
-        if name in _STORAGE_OF:
-            return Object(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
-        return Object(Name("torch._utils", "_rebuild_tensor_v3"), (*arguments, Name("torch", name)))
+def _call(tensor: Tensor, number: int) -> Object:
+    """Return the call of PyTorch that makes a tensor of the storage with a number."""
+    name = type_name(tensor.dtype)
+    storage = Name("torch", _STORAGE_OF[name]) if name in _STORAGE_OF else Name("torch.storage", "UntypedStorage")
+    size = math.prod(tensor.shape) if name in _STORAGE_OF else tensor.nbytes
+    data = Persistent(("storage", storage, str(number), "cpu", size))
+    arguments = (data, 0, tensor.shape, contiguous_strides(tensor.shape), False, Attributed())
+    if name in _STORAGE_OF:
+        return Object(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
+    return Object(Name("torch._utils", "_rebuild_tensor_v3"), (*arguments, Name("torch", name)))
 
 
 def _write_aligned(archive: zipfile.ZipFile, name: str, tensor: Tensor) -> None:
@@ -292,16 +275,10 @@ def _tensor(storage: _Storage, offset: int, shape: Sequence[int], strides: Seque
 
 
 def _tensor_of_type(
-    storage: _Storage,
-    offset: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    grad: Any,
-    hooks: Any,
-    dtype: Name,
-    *_: Any,
+    storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *others: Any
 ) -> StoredTensor:
     """Return a tensor of a newer dtype, whose storage has none."""
+    dtype = others[2]  # after `requires_grad` and the hooks
     if dtype.module != "torch" or dtype.name not in TYPES:
         raise ValueError(f"`{dtype}` is not a known dtype")
     return _checked_tensor(storage, np.dtype(TYPES[dtype.name]), offset, tuple(shape), tuple(strides))
@@ -321,21 +298,13 @@ def _checked_tensor(
     return tensor
 
 
-def _parameter(data: StoredTensor, *_: Any) -> StoredTensor:
-    return data
-
-
-def _of_class(make: Maker, class_name: Any, arguments: tuple[Any, ...], *_: Any) -> Any:
-    """Return a tensor of a subclass, or with attributes, as a tensor."""
-    return make(*arguments)
-
-
 _MAKERS: dict[tuple[str, str], Maker] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_type,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _of_class,
+    ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda make, _class, arguments, *_: make(*arguments),
     ("torch", "Size"): tuple,
 }
+"""Functions of PyTorch -> what they make here. Subclasses and attributes of tensors are dropped."""

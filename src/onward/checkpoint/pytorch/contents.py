@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object
+from onward.checkpoint.pytorch.pickle_objects import Name, Object, parts
 from onward.checkpoint.pytorch.state_dicts import (
     is_optimizer_state,
     is_schedule_state,
@@ -31,13 +31,12 @@ _MOST_NODES = 5_000_000
 
 _HARMLESS = ("torch", "collections", "numpy", "builtins", "__builtin__")
 """Modules of the data types that all checkpoints name."""
-
-
 _HARMFUL = ("eval", "exec", "getattr", "setattr", "open", "compile", "__import__", "apply", "execfile", "input")
 
 
-def nodes(tree: Any) -> Iterator[Any]:
-    """Return all nodes of a tree, each once."""
+def executed_names(tree: Any) -> tuple[str, ...]:
+    """Return the names that a trusting loader would import and call, without harmless ones."""
+    names: set[Name] = set()
     seen: set[int] = set()
     pending = [tree]
     while pending:
@@ -48,23 +47,10 @@ def nodes(tree: Any) -> Iterator[Any]:
             raise InvalidModelError("the checkpoint holds too many objects")
         if isinstance(node, dict | list | tuple | set | frozenset | Object):
             seen.add(id(node))
-        yield node
-        pending.extend(_parts(node))
-
-
-def _parts(tree: Any) -> list[Any]:
-    if isinstance(tree, Object):
-        return [tree.of, tree.arguments, tree.keywords, tree.state, tree.items, tree.entries]
-    if isinstance(tree, dict):
-        attributes = [tree.attributes] if isinstance(tree, Attributed) else []
-        return [*tree, *tree.values(), *attributes]
-    return list(tree) if isinstance(tree, list | tuple | set | frozenset) else []
-
-
-def executed_names(tree: Any) -> tuple[str, ...]:
-    """Return the names that a trusting loader would import and call, without harmless ones."""
-    names = {str(node) for node in nodes(tree) if isinstance(node, Name) and not is_harmless(node)}
-    return tuple(sorted(names))
+            pending.extend(parts(node))
+        if isinstance(node, Object | Name):
+            names.add(node.of if isinstance(node, Object) else node)
+    return tuple(sorted(str(name) for name in names if not is_harmless(name)))
 
 
 def is_harmless(name: Name) -> bool:
@@ -76,7 +62,7 @@ def is_harmless(name: Name) -> bool:
 
 @dataclasses.dataclass
 class Contents:
-    """Parts of a tree, by their kind."""
+    """State dicts in a tree."""
 
     modules: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     optimizers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
@@ -88,7 +74,7 @@ class Contents:
 
 
 def contents_of(*trees: Any) -> Contents:
-    """Return the outermost known parts in trees of dicts and lists."""
+    """Return the outermost state dicts in trees of dicts and lists."""
     contents = Contents()
     pending = [(tree, _DEEPEST) for tree in reversed(trees)]
     while pending:
@@ -148,17 +134,16 @@ _COUNTERS = (*UPDATES, "epoch", "max_steps", "num_train_epochs")
 
 
 def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any], **facts: Any) -> Checkpoint:
-    """Return the checkpoint in trees. `facts` are fields that are known already."""
+    """Return the checkpoint in trees. `facts` are fields that the format itself reads."""
     contents = contents_of(*trees.values())
     remarks = tuple(facts.pop("remarks", ()))
-    tensors = facts.pop("tensors", None)
-    if tensors is None:
-        tensors = contents.modules[0] if contents.modules else {}
-        if len(contents.modules) > 1:
-            remarks = (*remarks, f"{len(contents.modules)} modules are in it; this is the first")
+    if "tensors" not in facts and len(contents.modules) > 1:
+        remarks = (*remarks, f"{len(contents.modules)} modules are in it; this is the first")
     optimizers = tuple(map(optimizer_of, contents.optimizers))
     group = next((group.settings for optimizer in optimizers for group in optimizer.groups), {})
+    averages = contents.averages[0] if contents.averages else {}
     fields = {
+        "tensors": contents.modules[0] if contents.modules else {},
         "optimizers": optimizers,
         "schedules": tuple(schedule_of(state, group) for state in contents.schedules),
         "randomness": tuple(contents.randomness),
@@ -166,21 +151,16 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         "data": contents.data[0] if contents.data else {},
         "averages": {
             name.removeprefix("module."): tensor  # an `AveragedModel` holds its module
-            for name, tensor in (contents.averages[0] if contents.averages else {}).items()
+            for name, tensor in averages.items()
             if isinstance(tensor, Tensor) and name.startswith("module.")
         },
-        "average_updates": averages_made(contents.averages[0]) if contents.averages else None,
-        "trees": trees,
+        "average_updates": averages_made(averages),
         "executes": executed_names(trees),
         **facts,
     }
-    step = fields.pop("step", None)
-    if step is None:
-        step = step_of(fields.get("progress", {}), fields["optimizers"])
-    named_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-    return Checkpoint(
-        path=path, format=format, title=title, tensors=named_tensors, step=step, remarks=remarks, **fields
-    )
+    fields["tensors"] = {key: tensor for key, tensor in fields["tensors"].items() if isinstance(tensor, Tensor)}
+    step = step_of(fields.get("progress", {}), fields["optimizers"])
+    return Checkpoint(path=path, format=format, title=title, trees=trees, step=step, remarks=remarks, **fields)
 
 
 def averages_made(state: Mapping[str, Any]) -> int | None:

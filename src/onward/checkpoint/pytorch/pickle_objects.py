@@ -28,30 +28,23 @@ class Name:
         return f"{self.module}.{self.name}"
 
 
+@dataclasses.dataclass(eq=False)
 class Object:
-    """Call of a class or function in a pickle, with all that the result was to be given."""
+    """Call of a class or function in a pickle, with what the pickle then does to the result."""
 
-    def __init__(
-        self,
-        of: Name,
-        arguments: tuple[Any, ...] = (),
-        keywords: dict[str, Any] | None = None,
-        *,
-        is_instance: bool = False,
-    ):
-        self.of = of
-        self.arguments = arguments
-        self.keywords = keywords or {}
-        self.is_instance = is_instance
-        """True if it was to be created without a call, as by `object.__new__`."""
-        self.state: Any = None
-        """State for its attributes."""
-        self.items: list[Any] = []
-        """Items of a list."""
-        self.entries: list[tuple[Any, Any]] = []
-        """Entries of a dict; keys need not be hashable."""
+    of: Name
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_instance: bool = False
+    """True if it was to be created without a call, as by `object.__new__`."""
+    state: Any = None
+    """Argument of its `__setstate__`."""
+    items: list[Any] = dataclasses.field(default_factory=list)
+    """Items of a list."""
+    entries: list[tuple[Any, Any]] = dataclasses.field(default_factory=list)
+    """Entries of a dict; keys need not be hashable."""
 
-    # Called by the reader of pickles.
+    # The reader of pickles calls these.
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
@@ -86,6 +79,17 @@ class WithDefault(Attributed):
     def __init__(self, *arguments: Any):
         super().__init__()
         self.arguments = arguments
+
+
+def parts(tree: Any) -> Iterable[Any]:
+    """Return the children of a node in the content of a pickle; nothing for a leaf."""
+    if isinstance(tree, Object):
+        return (tree.arguments, tree.keywords, tree.state, tree.items, tree.entries)
+    if isinstance(tree, Attributed):
+        return (*tree, *tree.values(), tree.arguments, tree.attributes)
+    if isinstance(tree, dict):
+        return (*tree, *tree.values())
+    return tree if isinstance(tree, list | tuple | set | frozenset) else ()
 
 
 _Pure: Any = pickle._Pickler  # the one in C looks names up
@@ -141,20 +145,19 @@ class _Machine(_Pure):  # type: ignore[misc]
         self.memoize(name)
 
     def _save_object(self, thing: Object) -> None:
-        self.save(thing.of)
-        self.save(thing.arguments)
-        self.write(pickle.NEWOBJ if thing.is_instance else pickle.REDUCE)
-        self.memoize(thing)
-        self._fill(thing.items, thing.entries, thing.state)
+        opcode = pickle.NEWOBJ if thing.is_instance else pickle.REDUCE
+        self._save_result(thing, opcode, thing.items, thing.entries, thing.state)
 
     def _save_attributed(self, thing: Attributed) -> None:
+        self._save_result(thing, pickle.REDUCE, [], [*thing.items()], thing.attributes)
+
+    def _save_result(
+        self, thing: Any, opcode: bytes, items: list[Any], entries: list[tuple[Any, Any]], state: Any
+    ) -> None:
         self.save(thing.of)
         self.save(thing.arguments)
-        self.write(pickle.REDUCE)
+        self.write(opcode)
         self.memoize(thing)
-        self._fill([], list(thing.items()), thing.attributes)
-
-    def _fill(self, items: list[Any], entries: list[tuple[Any, Any]], state: Any) -> None:
         if items:
             self._batch_appends(items)
         if entries:
@@ -164,20 +167,18 @@ class _Machine(_Pure):  # type: ignore[misc]
             self.write(pickle.BUILD)
 
     def _save_type(self, dtype: np.dtype) -> None:
-        call = Object(Name("numpy", "dtype"), (dtype.str[1:], False, True))
-        call.state = (3, dtype.str[0], None, None, None, -1, -1, 0)
-        self._save_call(call)
+        state = (3, dtype.str[0], None, None, None, -1, -1, 0)
+        self._save_call(("numpy", "dtype"), (dtype.str[1:], False, True), state)
 
     def _save_array(self, array: np.ndarray) -> None:
-        call = Object(Name("numpy._core.multiarray", "_reconstruct"), (Name("numpy", "ndarray"), (0,), b"b"))
-        call.state = (1, array.shape, array.dtype, False, np.ascontiguousarray(array).tobytes())
-        self._save_call(call)
+        state = (1, array.shape, array.dtype, False, np.ascontiguousarray(array).tobytes())
+        self._save_call(("numpy._core.multiarray", "_reconstruct"), (Name("numpy", "ndarray"), (0,), b"b"), state)
 
     def _save_scalar(self, number: np.generic) -> None:
-        call = Object(Name("numpy._core.multiarray", "scalar"), (number.dtype, number.tobytes()))
-        self._save_call(call)
+        self._save_call(("numpy._core.multiarray", "scalar"), (number.dtype, number.tobytes()))
 
-    def _save_call(self, call: Object) -> None:
+    def _save_call(self, name: tuple[str, str], arguments: tuple[Any, ...], state: Any = None) -> None:
+        call = Object(Name(*name), arguments, state=state)
         self._alive.append(call)
         self._save_object(call)
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object, WithDefault
+from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object, WithDefault, parts
 from onward.errors import InvalidModelError
 from onward.model.storage.files import blame_file
 
@@ -148,10 +148,7 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
             raise pickle.UnpicklingError("it calls something without a list of arguments")
         if isinstance(maker, Name):
             self._note(maker, f"({_in_short(arguments)})")
-        self._operations += len(arguments) + sum(
-            _copied(argument) for argument in arguments if type(argument) in _COPIED
-        )
-        self._operations += len(keywords or ())
+        self._operations += len(arguments) + len(keywords or ()) + sum(map(_copied, arguments))
         if self._operations > _MOST_OPERATIONS:
             raise pickle.UnpicklingError(_TOO_MANY)
         if maker in (set, frozenset):
@@ -186,17 +183,15 @@ class _Machine(_Pure):  # type: ignore[misc]  # it is not in the library's decla
         arguments = self.stack.pop()
         self.stack.append(self._call(self.stack.pop(), arguments))
 
-    def _load_object_with_keywords(self) -> None:
-        keywords, arguments = self.stack.pop(), self.stack.pop()
-        self.stack.append(self._call(self.stack.pop(), arguments, keywords))
-
-    def _load_instance(self) -> None:
-        self._load_object()
-        _mark_instance(self.stack[-1])
+    def _load_instance(self, keywords: Mapping[str, Any] | None = None) -> None:
+        arguments = self.stack.pop()
+        item = self._call(self.stack.pop(), arguments, keywords)
+        if isinstance(item, Object):
+            item.is_instance = True
+        self.stack.append(item)
 
     def _load_instance_with_keywords(self) -> None:
-        self._load_object_with_keywords()
-        _mark_instance(self.stack[-1])
+        self._load_instance(self.stack.pop())
 
     # These opcodes create instances without a call, or ask objects for methods: here all are calls.
     dispatch[pickle.NEWOBJ[0]] = _load_instance
@@ -266,7 +261,9 @@ _COPIED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
 
 def _copied(argument: Any) -> int:
-    """Return how many operations count for an argument, which a call may copy."""
+    """Return the operations that count for an argument, which a call may copy."""
+    if type(argument) not in _COPIED:
+        return 0
     is_text = isinstance(argument, str | bytes | bytearray)
     return len(argument) // _BYTES_PER_OPERATION if is_text else len(argument)
 
@@ -281,11 +278,6 @@ def _is_small_key(key: Any) -> bool:
                 return False
             pending.extend(item)
     return not pending
-
-
-def _mark_instance(item: Any) -> None:
-    if isinstance(item, Object):
-        item.is_instance = True
 
 
 # ---- what names become -----------------------------------------------------------------------------------------------
@@ -321,8 +313,7 @@ class _Array:
         if isinstance(content, list):  # of objects
             self.content = content
             return
-        data = content.encode("latin-1") if isinstance(content, str) else content
-        flat = np.frombuffer(data, dtype.dtype())
+        flat = np.frombuffer(_bytes(content), dtype.dtype())
         native = flat.astype(flat.dtype.newbyteorder("="), copy=False)  # as numpy's own reader does
         self.content = native.reshape(shape, order="F" if is_fortran else "C")
 
@@ -365,7 +356,7 @@ def _refuse_expansion(tree: Any, most: int) -> None:
     seen: set[int] = set()
     total = 0
     for root in roots:  # which grows meanwhile
-        open_parts, taken = [(root, iter(_parts(root)))], [0]
+        open_parts, taken = [(root, iter(parts(root)))], [0]
         while open_parts:
             here, rest = open_parts[-1]
             for child in rest:
@@ -378,7 +369,7 @@ def _refuse_expansion(tree: Any, most: int) -> None:
                         roots.append(child)
                 elif (child_size := sizes.get(id(child))) is None:
                     sizes[id(child)] = _OPEN
-                    open_parts.append((child, iter(_parts(child))))
+                    open_parts.append((child, iter(parts(child))))
                     taken.append(_PART)
                     break
                 elif child_size == _OPEN:
@@ -396,17 +387,12 @@ def _refuse_expansion(tree: Any, most: int) -> None:
                     raise ValueError("it repeats its parts too often")
 
 
-def _parts(tree: Any) -> Iterable[Any]:
-    if isinstance(tree, Object):
-        return (tree.arguments, tree.keywords, tree.state, tree.items, tree.entries)
-    if isinstance(tree, Attributed):
-        return (*tree, *tree.values(), tree.arguments, tree.attributes)
-    return (*tree, *tree.values()) if isinstance(tree, dict) else tree
-
-
 def _scalar(dtype: _Type, content: Any = b"") -> Any:
-    data = content.encode("latin-1") if isinstance(content, str) else content
-    return np.frombuffer(data, dtype.dtype())[0]
+    return np.frombuffer(_bytes(content), dtype.dtype())[0]
+
+
+def _bytes(content: Any) -> Any:
+    return content.encode("latin-1") if isinstance(content, str) else content  # as Python 2 wrote it
 
 
 def _encode(text: str, encoding: str = "latin-1") -> bytes:

@@ -25,7 +25,7 @@ from onward.run_state.tensors import ArrayTensor, Tensor
 
 TREE = "_METADATA"
 _STRINGS, _SHARDING, _ARRAYS = "_strings.json", "_sharding", "array_metadatas"
-_KIND = "random_key_impl"
+_GENERATOR = "random_key_impl"
 _IN_LIST, _IN_DICT = 1, 2
 _ARRAY = "np.ndarray"
 """Type of arrays, which JAX restores on its devices."""
@@ -92,8 +92,8 @@ def _random_keys(folder: Path) -> dict[str, str]:
         table = read_json(path)
         with blame_file(f"`{path}` is not a table of arrays", *SENSELESS):
             described = [item["array_metadata"] for item in table.get("array_metadatas", ())]
-            further = {str(item["param_name"]): item.get("ext_metadata") or {} for item in described}
-            generators |= {name: str(metadata[_KIND]) for name, metadata in further.items() if metadata.get(_KIND)}
+            further = {str(item["param_name"]): (item.get("ext_metadata") or {}).get(_GENERATOR) for item in described}
+            generators |= {name: str(generator) for name, generator in further.items() if generator}
     return generators
 
 
@@ -130,7 +130,7 @@ def write_tree(tree: Any, folder: Path) -> None:
             strings[entry.name] = leaf
         elif isinstance(leaf, Mapping) and KEY in leaf:
             arrays[entry.name] = leaf[DATA]
-            shape, further = list(leaf[DATA].shape), {_KIND: leaf[KEY]}
+            shape, further = list(leaf[DATA].shape), {_GENERATOR: leaf[KEY]}
             described = {"param_name": entry.name, "write_shape": shape, "chunk_shape": shape, "ext_metadata": further}
             keys.append({"array_metadata": described})
         elif leaf_type not in _EMPTY:
@@ -221,9 +221,8 @@ class ZarrTensor(Tensor):
         try:
             return np.asarray(store.read().result())
         except ValueError as error:
-            raise ExternalDataError(
-                f"`{self.name}` cannot be read: {_first(error)}", hint="take an earlier one"
-            ) from error
+            problem = f"`{self.name}` cannot be read: {_first(error)}"
+            raise ExternalDataError(problem, hint="open an earlier checkpoint") from error
 
 
 def read_arrays(folder: Path, names: Iterable[str], *, ocdbt: bool, version3: bool) -> dict[str, ZarrTensor]:
@@ -235,12 +234,10 @@ def read_arrays(folder: Path, names: Iterable[str], *, ocdbt: bool, version3: bo
         raise InvalidModelError(f"`{folder}` is not a whole folder of arrays: {reason(error)}") from None
     context = ts.Context(_CACHE)
     driver = "zarr3" if version3 else "zarr"
-    pending = {
-        name: ts.open(
-            {"driver": driver, "kvstore": _kvstore(location, name, ocdbt)}, open=True, read=True, context=context
-        )
-        for name in names
-    }
+    pending = {}
+    for name in names:
+        spec = {"driver": driver, "kvstore": _kvstore(location, name, ocdbt)}
+        pending[name] = ts.open(spec, open=True, read=True, context=context)
     most = max(_FREE, _DENSEST * size)
     tensors = {}
     for name, future in pending.items():
