@@ -166,7 +166,6 @@ class Plan:
     weights: Mapping[str, Tensor]
     """Weights, by names of the graph."""
     notes: tuple[str, ...]
-    """Rules that matched names, and other notes."""
     assumptions: tuple[str, ...]
     """Notes on assumptions, which change numbers if they are wrong."""
     probe: Callable[[Model, Any], None] | None = None
@@ -225,9 +224,8 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
     )
     checkpoint = dataclasses.replace(checkpoint, step=step)
     notes |= frozen | dict(scheduled.notes) | dict.fromkeys([*remarks, *checkpoint.remarks], True)
-    said_notes = (*matched.rules, *notes)
     assumptions = tuple(note for note, is_assumed in notes.items() if is_assumed)
-    return Plan(checkpoint, matched, run, slots, weights, said_notes, assumptions, captured.probe)
+    return Plan(checkpoint, matched, run, slots, weights, tuple(notes), assumptions, captured.probe)
 
 
 def apply_plan(plan: Plan) -> Model:
@@ -241,16 +239,16 @@ def apply_plan(plan: Plan) -> Model:
     training = to_training_model(plan.run)
     problems = Problems("the state of the optimizer")
     for name, tensor in plan.slots.items():
-        _fill(training, name, tensor, problems)
+        _set_state(training, name, tensor, problems)
     problems.refuse()
     embed(training, plan.checkpoint, plan.match)
     metadata, epoch = training.step().algorithm.metadata_props, plan.checkpoint.progress.get("epoch")
-    progress = {**json.loads(metadata["train.progress"]), "step": plan.run.step}
-    metadata["train.progress"] = json.dumps({**progress, **({"epoch": epoch} if epoch is not None else {})})
+    progress = {"step": plan.run.step, **({"epoch": epoch} if epoch is not None else {})}
+    metadata["train.progress"] = json.dumps({**json.loads(metadata["train.progress"]), **progress})
     return training
 
 
-def _fill(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
+def _set_state(model: Model, name: str, tensor: Tensor, problems: Problems) -> None:
     """Set state of a model. Tensors stay on disk, single numbers do not."""
     state = model.step().algorithm.initializers.get(name)
     if state is None or state.const_value is None:
@@ -285,9 +283,8 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
         ("checkpoint", f"{checkpoint.path}, {checkpoint.title}"),
         ("names", f"{len(matched.names)} of {len(checkpoint.tensors)} tensors are in the model"),
         *(("", rule) for rule in matched.rules),
-        ("left out", list_names(matched.left, _MOST) and f"{list_names(matched.left, _MOST)}: not in the model"),
-        *(("optimizer", f"{group.optimizer}") for group in run.groups[:1]),
-        *(("", f"{group.optimizer}") for group in run.groups[1:]),
+        ("left out", f"{list_names(matched.left, _MOST)}: not in the model" if matched.left else ""),
+        *(("" if i else "optimizer", f"{group.optimizer}") for i, group in enumerate(run.groups)),
         ("", f"keeps {len(plan.slots)} tensors of {len(run.parameters)} parameters"),
         ("schedule", ", then ".join(map(str, run.schedule)) or "the rate stays"),
         ("step", f"{run.step}"),
@@ -295,7 +292,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
         ("clipping", settings(run.clip or {})),
         ("further", settings(run.recipe)),
         ("kept", "; ".join(_kept_lines(plan))),
-        *(("note", note) for note in plan.notes[len(matched.rules) :]),
+        *(("note", note) for note in plan.notes),
     ]
     return [(label, text) for label, text in rows if text]
 
@@ -318,7 +315,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "clip": plain(run.clip),
         "recipe": plain(run.recipe),
         "kept": _kept_lines(plan),
-        "notes": list(plan.notes[len(matched.rules) :]),
+        "notes": list(plan.notes),
     }
 
 
@@ -333,7 +330,7 @@ def _kept_lines(plan: Plan) -> list[str]:
     checkpoint = plan.checkpoint
     parts = {
         "states of random numbers": checkpoint.randomness,
-        "where in its data it is": checkpoint.data,
+        "the position in its data": checkpoint.data,
         "the scale of the loss": checkpoint.scaler and "loss_scale" not in plan.run.recipe,
         "averages": checkpoint.averages,
         "the configuration": checkpoint.configuration,

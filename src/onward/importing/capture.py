@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,7 @@ def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss
     """
     if module is not None:
         return _of_module(checkpoint, module, example_inputs, loss)
-    graph = _graph_of(checkpoint)
-    if graph is not None:
+    if (graph := _graph_of(checkpoint)) is not None:
         return graph(checkpoint.path)
     if checkpoint.format == keras.FORMAT.name:
         return _of_layers(checkpoint)
@@ -66,25 +66,20 @@ def _of_layers(checkpoint: Checkpoint) -> Captured:
     if config is None or checkpoint.executes:
         reason = f"names code: {checkpoint.executes[0]}" if checkpoint.executes else "holds weights without layers"
         raise UnsupportedError(f"`{checkpoint.path}` {reason}", hint="give its ONNX model: `--like model.onnx`")
-    try:
+    with _name_missing_packages():
         from onward.frameworks.keras.capture import from_configuration
-    except ModuleNotFoundError as error:
-        raise missing_package(error) from error
-    return Captured(
-        from_configuration(config, [(name, tensor.shape) for name, tensor in checkpoint.tensors.items()]), None
-    )
+    shapes = [(name, tensor.shape) for name, tensor in checkpoint.tensors.items()]
+    return Captured(from_configuration(config, shapes), None)
 
 
 def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) -> Captured:
     _refuse_configuration(checkpoint.configuration, checkpoint)
     types = {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
     options = {"computes_loss": loss is None, "in_trainer": checkpoint.format == TRAINER}
-    try:
+    with _name_missing_packages():
         from onward.frameworks.torch.architecture import from_configuration
 
         architecture = from_configuration(checkpoint.configuration, types, example_inputs, **options)
-    except ModuleNotFoundError as error:
-        raise missing_package(error) from error
     return _capture_module(architecture, checkpoint)
 
 
@@ -93,14 +88,13 @@ def _refuse_configuration(settings: Mapping[str, Any], checkpoint: Checkpoint) -
     names = settings["architectures"]
     name = names[0] if isinstance(names, list) else None
     if not isinstance(name, str) or not name.isidentifier():
-        raise UnsupportedError("its configuration names no architecture", hint=_LIKE)
+        raise UnsupportedError(f"the configuration of `{checkpoint.path}` names no architecture", hint=_LIKE)
     if settings.get("auto_map"):
         raise UnsupportedError(f"`{name}` is code in the folder (`auto_map`), and is not executed", hint=_LIKE)
     if not _is_in_transformers(name):
         version = settings.get("transformers_version", "unknown")
         raise UnsupportedError(
-            f"the installed transformers has no model `{name}`",
-            hint=f"install its version ({version}); or {_LIKE}",
+            f"the installed transformers has no model `{name}`", hint=f"install its version ({version}); or {_LIKE}"
         )
     _refuse_sizes(settings, checkpoint)
 
@@ -112,10 +106,10 @@ def _refuse_sizes(settings: Mapping[str, Any], checkpoint: Checkpoint, depth: in
     for key, value in settings.items():
         if isinstance(value, Mapping) and depth < _DEEPEST:
             _refuse_sizes(value, checkpoint, depth + 1)
-        elif isinstance(value, int) and (
-            ("layer" in key and value > max(tensors, _MOST_LAYERS))
-            or (_SIZE.search(key) and value > max(numbers, _LARGEST_SIZE))
-        ):
+            continue
+        layers = max(tensors, _MOST_LAYERS) if "layer" in key else math.inf
+        size = max(numbers, _LARGEST_SIZE) if _SIZE.search(key) else math.inf
+        if isinstance(value, int) and value > min(layers, size):
             raise InvalidModelError(
                 f"its configuration says that `{key}` is {f'{value:,}'[:30]}, for {tensors} tensors",
                 hint="copy `config.json` again from where the model was saved",
@@ -126,19 +120,17 @@ def _is_in_transformers(name: str) -> bool:
     """True if a class is in the sources of transformers, whose import would take seconds."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
-        return True  # reported as a missing package later
+        return True  # the import reports the missing package
     models = Path(spec.submodule_search_locations[0]) / "models"
-    listed = models / "auto" / "modeling_auto.py"
-    if listed.is_file() and f'"{name}"' in listed.read_text("utf-8"):
+    table = models / "auto" / "modeling_auto.py"
+    if table.is_file() and f'"{name}"' in table.read_text("utf-8"):
         return True
     return any(f"class {name}(" in path.read_text("utf-8") for path in models.glob("*/modeling_*.py"))
 
 
 def _of_module(checkpoint: Checkpoint, source: Any, example_inputs: Any, loss: Any) -> Captured:
-    try:
+    with _name_missing_packages():
         from onward.frameworks.torch.architecture import from_module
-    except ModuleNotFoundError as error:
-        raise missing_package(error) from error
     module_or_class = _import_object(source) if isinstance(source, str) else source
     is_module = hasattr(module_or_class, "named_parameters") and not isinstance(module_or_class, type)
     module = module_or_class if is_module else _construct(module_or_class, checkpoint)
@@ -158,18 +150,22 @@ def _capture_module(architecture: Architecture, checkpoint: Checkpoint) -> Captu
     return Captured(architecture.model, architecture.loss, architecture.orders, tied, architecture.stored)
 
 
-def missing_package(error: ModuleNotFoundError) -> Exception:
-    """Return the error for a package that is needed to make the model of a checkpoint."""
-    if str(error.name).startswith("onward"):
-        return error
-    package, _, submodule = str(error.name).partition(".")
-    if submodule:
-        return UnsupportedError(f"its model needs a newer `{package}`", hint=f"pip install -U {package}")
-    package = {"torch": "onward[torch]", "keras": "onward[tensorflow]"}.get(package, package)
-    return UnsupportedError(
-        f"its model needs `{error.name}`, which is not installed",
-        hint=f"pip install '{package}'; or give its ONNX model: `--like model.onnx`",
-    )
+@contextlib.contextmanager
+def _name_missing_packages() -> Iterator[None]:
+    """Raise an UnsupportedError for a package that the model of a checkpoint needs."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package, _, submodule = str(error.name).partition(".")
+        if package == "onward":
+            raise
+        if submodule:
+            problem, hint = f"its model needs a newer `{package}`", f"pip install -U {package}"
+        else:
+            package = {"torch": "onward[torch]", "keras": "onward[tensorflow]"}.get(package, package)
+            problem = f"its model needs `{error.name}`, which is not installed"
+            hint = f"pip install '{package}'; or give its ONNX model: `--like model.onnx`"
+        raise UnsupportedError(problem, hint=hint) from error
 
 
 def _import_object(location: str) -> Any:
@@ -197,15 +193,12 @@ def _construct(factory: Any, checkpoint: Checkpoint) -> Any:
     takes = inspect.signature(factory).parameters
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in takes.values())
     arguments = {name: value for name, value in hyper_parameters.items() if takes_all or name in takes}
-    unmade = [name for name, value in arguments.items() if isinstance(value, Object)]
     hint = "give the module itself: `module=Class(...)`"
-    if unmade:
-        raise UnsupportedError(
-            f"the argument `{unmade[0]}` of `{factory.__name__}` is an object, which is not created", hint=hint
-        )
+    if objects := [name for name, value in arguments.items() if isinstance(value, Object)]:
+        problem = f"the argument `{objects[0]}` of `{factory.__name__}` is an object, which is not created"
+        raise UnsupportedError(problem, hint=hint)
     try:
         return factory(**arguments)
     except TypeError as error:
-        raise DataError(
-            f"`{factory.__name__}` does not take its hyper-parameters: {first_line(error)}", hint=hint
-        ) from error
+        problem = f"`{factory.__name__}` does not take its hyper-parameters: {first_line(error)}"
+        raise DataError(problem, hint=hint) from error

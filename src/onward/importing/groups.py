@@ -92,23 +92,17 @@ def _as_grouped(optimizer: OptimizerState, parts: Sequence[tuple[ParameterGroup,
     ]
     varying = {key for row in settings for key in row if any(row[key] != other.get(key) for other in settings)}
 
-    def fits(
-        group: ParameterGroup, settings: Mapping[str, Any], pair: tuple[ParameterGroup, list[str]], keys: set[str]
-    ) -> bool:
-        run_group, names = pair
-        if len(names) != len(group.parameters):
+    def fits(i: int, part: tuple[ParameterGroup, list[str]], keys: set[str]) -> bool:
+        numbers, (run_group, names) = optimizer.groups[i].parameters, part
+        if len(names) != len(numbers):
             return False
-        pairs = zip(group.parameters, names, strict=True)
-        if any(stored.get(number, shapes[name]) != shapes[name] for number, name in pairs):
+        if any(stored.get(number, shapes[name]) != shapes[name] for number, name in zip(numbers, names, strict=True)):
             return False
         ours = run_group.spec.options if isinstance(run_group.optimizer, Spec) else {}
-        return all(same(settings.get(key, 0), ours.get(key, 0)) for key in keys)  # training models omit zeros
+        return all(same(settings[i].get(key, 0), ours.get(key, 0)) for key in keys)  # training models omit zeros
 
     for keys in (varying, varying - {"lr"}, set[str]()):
-        chosen = [
-            [i for i, pair in enumerate(parts) if fits(group, numbers, pair, keys)]
-            for group, numbers in zip(optimizer.groups, settings, strict=True)
-        ]
+        chosen = [[at for at, part in enumerate(parts) if fits(i, part, keys)] for i in range(len(settings))]
         if all(len(match) == 1 for match in chosen) and len({match[0] for match in chosen}) == len(parts):
             return [parts[i][1] for (i,) in chosen]
     return [parts[0][1]] if len(parts) == 1 else []

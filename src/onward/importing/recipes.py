@@ -112,24 +112,21 @@ def settled_options(
 
     notes = []
     if unknown:
-        notes.append(
-            f"not in the checkpoint, and taken as none: {', '.join(unknown.values())} (`{'`, `'.join(unknown)}`)"
-        )
+        listed = ", ".join(unknown.values())
+        notes.append(f"not in the checkpoint, and taken as none: {listed} (`{'`, `'.join(unknown)}`)")
+    count = checkpoint.average_updates
     if checkpoint.averages and decay is None:
         notes.append("its averages do not continue: their decay is unknown (`--ema`)")
-    count = checkpoint.average_updates
     if decay is not None and count is not None and checkpoint.step not in (None, count):
-        notes.append(
-            f"its averages had {quantity(count, 'update')} in {checkpoint.step} steps; from now on, one in each step"
-        )
+        updates = quantity(count, "update")
+        notes.append(f"its averages had {updates} in {checkpoint.step} steps; from now on, one in each step")
     if decay is not None and not checkpoint.averages:
         notes.append("averages begin with the weights of the checkpoint, which has none")
     if base and tells_optimizers(checkpoint) and options.optimizer is None:
         names, others = ({group.optimizer_name for group in side} for side in (groups, base.groups))
         if names != others:
-            notes.append(
-                f"the optimizer is that of the checkpoint, and not {' and '.join(sorted(others))} of the model"
-            )
+            model_optimizers = " and ".join(sorted(others))
+            notes.append(f"the optimizer is that of the checkpoint, and not {model_optimizers} of the model")
     return recipe, clip or None, notes
 
 
@@ -163,9 +160,8 @@ def _agree(chosen: Any, stored: Any) -> bool:
 
 
 def _contradiction(name: str, chosen: Any, stored: Any) -> ArgumentError:
-    chosen, stored = (_text(value) for value in (chosen, stored))
     return ArgumentError(
-        f"`{name}` is {chosen}, and {stored} in the checkpoint",
+        f"`{name}` is {_text(chosen)}, and {_text(stored)} in the checkpoint",
         hint=f"omit `{name}` here and in the model: the checkpoint has it",
     )
 
@@ -257,17 +253,14 @@ def updates_made(
             hint="freeze them: `--freeze NAME` (`freeze=[...]`)",
         )
     if stated not in (None, most):
-        raise UnsupportedError(
-            f"`updates` is {stated}, and the optimizer has counted {most} updates", hint="omit `--updates`"
-        )
+        raise UnsupportedError(f"`updates` is {stated}, and the optimizer counted {most}", hint="omit `--updates`")
     return most
 
 
 def averages_of(
     checkpoint: Checkpoint, matched: Match, groups: Sequence[ParameterGroup], step: int
 ) -> dict[str, Tensor]:
-    """Return averages of trainable parameters, as state of the training model; none if the
-    checkpoint has none.
+    """Return averages of trainable parameters, as state of the training model.
 
     Raises:
         UnsupportedError: the averages had no update. The first one of PyTorch copies the weights.
@@ -322,9 +315,8 @@ def scaling_of(scaler: Mapping[str, Any]) -> Scaling | None:
     factor, window = scaler["scale_factor"], scaler["scale_window"]
     words = f"growth_factor={factor:g},backoff_factor={1 / factor!r},growth_interval={window:g}"
     words += f",hysteresis={scaler['delayed_shift']:g},min_scale={scaler['min_scale']!r},cooldown=1"
-    good = (
-        scaler["cur_iter"] - 1 - scaler["last_overflow_iter"]
-    )  # updates since the overflow, of which the first does not count
+    # Updates since the overflow, of which the first does not count.
+    good = scaler["cur_iter"] - 1 - scaler["last_overflow_iter"]
     state = _state(scaler["cur_scale"], -1 if good == 0 else (good - 1) % window)
     if scaler["delayed_shift"] > 1:
         state["scaler/hysteresis_tracker"] = ArrayTensor(np.asarray(scaler["cur_hysteresis"], np.int64))

@@ -40,8 +40,7 @@ def schedule_by_updates(
     step: int | None,
     options: MissingOptions,
 ) -> Scheduled:
-    """Return the schedule of the user, the checkpoint or the model `base`, in this order, by
-    updates.
+    """Return the schedule by updates: of the user, else the checkpoint, else the model `base`.
 
     It must give the stored learning rates. Without a schedule, these are constant.
 
@@ -56,23 +55,19 @@ def schedule_by_updates(
     says_rate = options.optimizer is not None and "lr" in parse(options.optimizer).options
     stored = next((schedule for schedule in checkpoint.schedules if schedule.words != ()), None)
     every = options.updates_per_epoch
-    if options.schedule is not None:
-        stated = options.schedule
-        listed = [stated] if isinstance(stated, str | Mapping | Spec) else list(stated)
+    if (stated := options.schedule) is not None:
+        listed = [stated] if isinstance(stated, str | Mapping | Spec) else stated
         words, origin = [parse(item) for item in listed], "given"
     elif stored is not None and stored.words is not None:
         words, origin = list(stored.words), ""
     elif base and base.schedule:
         words, origin = list(base.schedule), "that of the model"
-        if not says_rate:
-            # What a schedule multiplies is the stored rate before any schedule, or else that of the
-            # model.
+        if not says_rate:  # it multiplies the stored rate before any schedule, or else that of the model
             own = {name: own_group.lr for own_group in base.groups for name in own_group.parameters}
-            firsts = [
-                own.get(group.parameters[0]) if rate.first is None else rate.first
+            groups = [
+                _with_rate(group, own.get(group.parameters[0]) if rate.first is None else rate.first)
                 for group, rate in zip(groups, rates, strict=True)
             ]
-            groups = [_with_rate(group, first) for group, first in zip(groups, firsts, strict=True)]
     elif stored is not None:
         raise UnsupportedError(
             "the checkpoint does not store the shape of its schedule",
@@ -167,12 +162,11 @@ def _rate_of(checkpoint: Checkpoint, matched: Match, group: ParameterGroup) -> _
     own = matched.theirs.get(group.parameters[0])
     for optimizer in checkpoint.optimizers:
         for own_group in optimizer.groups:
-            if own not in own_group.parameters:
-                continue
-            is_optax = optimizer.variant == "optax"
-            stored = own_group.settings.get("learning_rate" if is_optax else "lr", own_group.numbers.get("lr"))
-            first = own_group.settings.get("max_lr", own_group.settings.get("initial_lr"))
-            return _Rate(_number(stored), _number(first), is_optax)
+            if own in own_group.parameters:
+                is_optax, settings = optimizer.variant == "optax", own_group.settings
+                stored = settings.get("learning_rate" if is_optax else "lr", own_group.numbers.get("lr"))
+                first = settings.get("max_lr", settings.get("initial_lr"))
+                return _Rate(_number(stored), _number(first), is_optax)
     return _Rate(None, None)
 
 

@@ -321,7 +321,7 @@ def _load_model(config: Config) -> tuple[Model, list[str]]:
 
     counts = {name: getattr(config, name) for name in _CHECKPOINT_OPTIONS}
     planned = plan_import(config.checkpoint, config.model, **counts, **config.recipe)
-    return apply_plan(planned), list(planned.notes)
+    return apply_plan(planned), [*planned.match.rules, *planned.notes]
 
 
 def _check_fold(config: Config) -> None:
