@@ -252,7 +252,7 @@ def test_what_contradicts_a_checkpoint_is_refused(like: onward.Model, tmp_path: 
     path = _save_torch(run, tmp_path)
     refused: list[tuple[dict[str, Any], str]] = [
         ({"updates_per_epoch": 3}, "which is not one in 3"),
-        ({"updates_per_epoch": 4, "step": 5}, "has counted 6 updates"),
+        ({"updates_per_epoch": 4, "step": 5}, "counted 6"),
         ({"schedule": "step:size=1,gamma=0.5,every=7"}, "learning rate is 0.01, and 0.02 by its schedule"),
         ({"schedule": "step:size=1,gamma=0.5", "updates_per_epoch": 4}, "`updates_per_epoch` has no effect"),
         ({"updates_per_epoch": 4, "trainable": "1.*", "freeze": "1.*"}, "nothing is left to train"),

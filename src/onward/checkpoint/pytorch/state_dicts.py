@@ -192,20 +192,18 @@ def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict
     specs = {name: group.spec if group.optimizer else None for group in optimizer.groups for name in group.parameters}
     state = {}
     for name, slots in optimizer.slots.items():
-        spec = specs.get(name)
         if name not in numbers or not slots:
             continue
+        spec = specs[name]
         if MASTER in slots:
             raise UnsupportedError(
                 "the optimizer has float32 copies of weights, which PyTorch's optimizers do not support",
                 hint="write `--to deepspeed` or `--to megatron`, or import it with a model in float32",
             )
         tensors = {slot: as_tensor(value) for slot, value in slots.items() if slot != COUNT}
-        step = slots.get(COUNT)
-        if step is not None and spec is None:
-            tensors = {COUNT: as_tensor(step), **tensors}
-        elif step is not None and spec is not None and spec.name not in _COUNTERLESS:
-            tensors = {COUNT: ArrayTensor(np.asarray(count_of(step), np.float32)), **tensors}
+        if (step := slots.get(COUNT)) is not None and (spec is None or spec.name not in _COUNTERLESS):
+            count = as_tensor(step) if spec is None else ArrayTensor(np.asarray(count_of(step), np.float32))
+            tensors = {COUNT: count, **tensors}
         state[numbers[name]] = tensors
     ordered = {number: state[number] for number in dict.fromkeys(numbers.values()) if number in state}
     groups = []
@@ -244,17 +242,13 @@ def settings_now(group: ParameterGroup) -> dict[str, Any]:
         return {**settings_of(group.spec, rate), **({"initial_lr": base} if rate != base else {})}
     if group.rate is None:
         return dict(group.settings)
-    fresh = settings_of(group.spec, rate)
-    changed = {
-        key: value
-        for key, value in fresh.items()
-        if key in group.settings and key not in FLAGS and value != group.settings[key]
-    }
+    changed = {k: v for k, v in settings_of(group.spec, rate).items() if k in group.settings and k not in FLAGS}
     base = float(group.spec.options["lr"])
     is_stored = base == group.settings.get("lr")  # constant without a schedule
     if "initial_lr" in group.settings and "max_lr" not in group.settings and not is_stored:
         changed["initial_lr"] = base
-    return {**group.settings, **changed}
+    # Equal numbers keep their stored type.
+    return {key: changed[key] if changed.get(key, value) != value else value for key, value in group.settings.items()}
 
 
 def without_copies(slots: Mapping[str, Any], weight: Tensor | None) -> dict[str, Any]:
@@ -300,9 +294,8 @@ def _renew_tree(
         if depth == 4:
             inside |= {key: value for key, value in now.progress.items() if key in tree}
         if isinstance(tree, Attributed):
-            made_again = Attributed(inside)
-            made_again.attributes = tree.attributes
-            return made_again
+            inside = Attributed(inside)
+            inside.attributes = tree.attributes
         return inside
     if depth and isinstance(tree, list):
         return [_renew_tree(item, optimizers, schedules, now, depth - 1) for item in tree]

@@ -33,9 +33,8 @@ def begins_a_tree(path: Path) -> bool:
     sizes = {0xDE: 3, 0xDF: 5}
     if not begin or not (0x80 < begin[0] < 0x90 or begin[0] in sizes):
         return False
-    reader = _Reader(begin, path, sizes.get(begin[0], 1))
     try:
-        key = reader.value()
+        key = _Reader(begin, path, sizes.get(begin[0], 1)).value()
     except InvalidModelError:
         return False
     return isinstance(key, str) and bool(key) and key.isprintable()

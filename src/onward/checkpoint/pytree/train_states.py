@@ -118,8 +118,7 @@ def number(leaf: Any) -> int | None:
     """Return the value of a counter, or None."""
     if isinstance(leaf, Tensor) and not leaf.shape and leaf.dtype.kind in "iu":
         return int(leaf.array().item())
-    is_whole = isinstance(leaf, int | np.integer) and not isinstance(leaf, bool)
-    return int(leaf) if is_whole else None
+    return int(leaf) if isinstance(leaf, int | np.integer) and not isinstance(leaf, bool) else None
 
 
 def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: Any) -> Checkpoint:
@@ -130,7 +129,7 @@ def checkpoint_of_tree(path: Path, format: str, title: str, tree: Any, **facts: 
     keys = [leaf_path[:-1] if leaf_path[-1] == DATA else leaf_path for leaf_path in meaning.random]
     fields: dict[str, Any] = {
         "step": step,
-        "progress": {name: count for name, count in (("step", counted),) if count is not None},
+        "progress": {} if counted is None else {"step": counted},
         "randomness": tuple(RandomState("jax", at(tree, leaf_path)) for leaf_path in keys),
         "averages": {name: flat[leaf_path] for leaf_path, name in meaning.averages.items()},
         **facts,
@@ -185,9 +184,7 @@ def _groups(states: States, flat: Mapping[KeyPath, Any], trained: list[str]) -> 
         for name, path in states.settings.get(label, states.settings.get("", {})).items():
             leaf = flat[path]
             settings[name] = leaf.array().item() if isinstance(leaf, Tensor) and not leaf.shape else leaf
-        numbers = {
-            SETTINGS.get(name, name): value for name, value in settings.items() if isinstance(value, int | float)
-        }
+        numbers = {SETTINGS.get(name, name): x for name, x in settings.items() if isinstance(x, int | float)}
         if states.schedules:
             numbers.pop("lr", None)  # the current rate, not the base rate of the schedule
         groups += [ParameterGroup(None, tuple(names), settings, numbers=numbers)] if names else []

@@ -109,13 +109,10 @@ def settings_of(compiled: Mapping[str, Any]) -> Settings | None:
     if not is_own or class_name not in KERAS_ROWS:
         return None
     for name in (*KERAS_ROWS[class_name].settings.values(), *CLIPS, "weight_decay"):
-        if not _is_number(config.get(name)):
+        value = config.get(name)
+        if value is not None and not (isinstance(value, int | float) and abs(value) < _LARGEST):
             raise InvalidModelError(f"`{name}` of the optimizer in the file is not a number")
     return Settings(KERAS_ROWS[class_name], config)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and abs(value) < _LARGEST)
 
 
 def settings_by_variables(name: str, arrays: Sequence[Tensor], parameters: int) -> Settings | None:
@@ -135,7 +132,7 @@ def settings_by_variables(name: str, arrays: Sequence[Tensor], parameters: int) 
 
 
 def _inconsistent(roles: Sequence[Role], arrays: Sequence[Tensor]) -> list[int]:
-    """Return parameters whose variables have several shapes."""
+    """Return parameters whose variables differ in shape."""
     shapes: dict[int, tuple[int, ...]] = {-1: ()}
     return [
         role.parameter
@@ -210,8 +207,8 @@ class KerasTraining:
         }
         if settings is None:
             group = ParameterGroup(settings=mapping(self._compiled.get("optimizer")))
-            unknown = OptimizerState((), (group,), {}, variant="keras")
-            return {**fields, "optimizers": (unknown,) if self._arrays else ()}
+            optimizers = (OptimizerState((), (group,), {}, variant="keras"),) if self._arrays else ()
+            return {**fields, "optimizers": optimizers}
         batches = self._number(ITERATIONS)
         step = None if batches is None else int(batches) // settings.accumulate
         rate = settings.rate() if settings.is_whole else None
@@ -225,8 +222,13 @@ class KerasTraining:
         spec = settings.spec(lr) if has_words else None
         numbers = {} if constant is None else {"lr": lr}
         group = ParameterGroup(spec, tuple(self._parameters), settings.config, numbers=numbers)
-        named = [(at, name) for at, name in enumerate(self._parameters) if isinstance(name, str)]
-        averages = {name: array for at, name in named for array in self._all(Role(AVERAGE, at))}
+        averages = {
+            name: array
+            for at, name in enumerate(self._parameters)
+            for array in self._all(Role(AVERAGE, at))
+            if isinstance(name, str)
+        }
+        decay = settings.config.get("ema_momentum")
         return {
             **fields,
             "optimizers": (OptimizerState(settings.row.optimizers[:1], (group,), slots, variant="keras"),),
@@ -238,7 +240,7 @@ class KerasTraining:
             "clip": read_clip({name: settings.config.get(name) for name in CLIPS}) or {} if settings.is_whole else None,
             "scaler": self._scaler(),
             "averages": averages,
-            "average_decay": self._decay() if step and averages else None,
+            "average_decay": float(decay) if step and averages and isinstance(decay, int | float) else None,
         }
 
     def _slots(self, at: int) -> Iterator[tuple[str, Tensor]]:
@@ -268,21 +270,15 @@ class KerasTraining:
             "_growth_tracker": outer["step_counter"].array().item(),
         }
 
-    def _decay(self) -> float | None:
-        decay = self._settings.config.get("ema_momentum") if self._settings else None
-        return float(decay) if isinstance(decay, int | float) else None
-
     def _remarks(self) -> Iterator[str]:
-        settings = self._settings
-        if settings is None:
-            if self._arrays:
-                yield "the optimizer state has no names and no known order"
-            return
-        if settings.config.get("weight_decay"):
+        config = self._settings.config if self._settings else {}
+        if self._settings is None and self._arrays:
+            yield "the optimizer state has no names and no known order"
+        if config.get("weight_decay"):
             yield "files of Keras do not store which variables are excluded from weight decay"
-        if settings.config.get("use_ema"):
+        if config.get("use_ema"):
             yield "Keras's `fit` overwrites weights by their averages at its end"
-        if settings.config.get("use_ema") and settings.config.get("ema_overwrite_frequency"):
+        if config.get("use_ema") and config.get("ema_overwrite_frequency"):
             yield "averages overwrite the weights at intervals, which a training model does not do"
 
     # ---- back --------------------------------------------------------------------------------------------------------
@@ -299,13 +295,13 @@ class KerasTraining:
         if self._settings is None or not checkpoint.optimizers or not self._arrays:
             return groups
         renewed = self._optimizer(checkpoint, self._settings)
-        groups[self._place]["arrays"] = dict(_number_tensors(renewed))
+        groups[self._place]["arrays"] = _numbered(renewed)
         if self._place == _INNER:
             outer = _in_order(groups[_OUTER]["arrays"])[: len(SCALER)]
             if "scale" in checkpoint.scaler:
                 outer[2] = _like(outer[2], checkpoint.scaler["_growth_tracker"])
                 outer[3] = _like(outer[3], checkpoint.scaler["scale"])
-            groups[_OUTER]["arrays"] = dict(_number_tensors([*outer, *renewed]))
+            groups[_OUTER]["arrays"] = _numbered([*outer, *renewed])
         return groups
 
     def _optimizer(self, checkpoint: Checkpoint, settings: Settings) -> list[Tensor]:
@@ -314,7 +310,7 @@ class KerasTraining:
         if state.slots and not any(role.parameter >= 0 for role in roles):  # before its first step
             roles = settings.roles(len(self._parameters))
         listed = [name for group in state.groups for name in group.parameters]
-        names = listed if len(listed) == len(self._parameters) else self._parameters  # somebody may have found them
+        names = listed if len(listed) == len(self._parameters) else self._parameters  # an import may have named them
         moved = step is not None and step != (self._number(ITERATIONS) or 0) // settings.accumulate
         variables = []
         for at, role in enumerate(roles):
@@ -372,5 +368,5 @@ def _in_order(arrays: Mapping[str, Tensor]) -> list[Tensor]:
     return [arrays[key] for key in sorted(filter(str.isdecimal, arrays), key=int)]
 
 
-def _number_tensors(tensors: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    return ((str(at), tensor) for at, tensor in enumerate(tensors))
+def _numbered(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {str(at): tensor for at, tensor in enumerate(tensors)}

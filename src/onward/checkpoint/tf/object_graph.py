@@ -28,7 +28,7 @@ SHARED = "mu_product"
 
 @dataclasses.dataclass
 class OptimizerKeys:
-    """OptimizerKeys of an optimizer's state."""
+    """Keys of the variables of an optimizer."""
 
     families: tuple[str, ...] = ()
     name: str = ""
@@ -65,6 +65,10 @@ class _Node:
     def is_optimizer(self) -> bool:
         iterates = not self.children.keys().isdisjoint({"_iterations", "iterations", "iter"})
         return bool(self.slots) or (iterates and "_variables" in self.children)
+
+    @property
+    def is_seed(self) -> bool:
+        return self.full_name.endswith("seed_generator_state")
 
 
 def meaning_of(tree: Tree) -> Meaning:
@@ -103,7 +107,7 @@ class _Objects:
             elif "_state_var" in node.children:
                 state = self._nodes[node.children["_state_var"]]
                 meaning.generators[_path_of(state.key)] = state.key
-            elif node.full_name.endswith("seed_generator_state"):
+            elif node.is_seed:
                 meaning.generators[node.full_name] = node.key
             elif at in direct_children and self._is_counter(node):
                 meaning.counters[_path_of(node.key)] = node.key
@@ -136,18 +140,14 @@ class _Objects:
             seen.add(at)
             if len(path) > _DEEPEST:
                 raise InvalidModelError("the objects of the checkpoint are nested too deeply")
-            is_counter = len(path) == 1 and self._is_counter(node)
-            if isinstance(self._tree.get(node.key), Tensor) and not is_counter and not self._is_seed(node):
+            is_other = node.is_seed or (len(path) == 1 and self._is_counter(node))
+            if isinstance(self._tree.get(node.key), Tensor) and not is_other:
                 yield at, path
             pending.extend((at, [*path, n]) for n, at in reversed(node.children.items()) if n not in _OTHERS)
 
     def _is_counter(self, node: _Node) -> bool:
         value = self._tree.get(node.key)
         return isinstance(value, Tensor) and not value.shape and value.dtype.kind in "iu"
-
-    @staticmethod
-    def _is_seed(node: _Node) -> bool:
-        return node.full_name.endswith("seed_generator_state")
 
     def _list_objects(self, node: _Node, attribute: str) -> list[int]:
         """Return the objects of a list attribute, in order."""
@@ -200,15 +200,9 @@ class _Objects:
 
 def families_of(slots: Mapping[str, Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the optimizers of Keras with these slots for each parameter."""
-    slot_names = {frozenset(values) for values in slots.values()}
-    if len(slot_names) != 1:
-        return ()
-    (names,) = slot_names
-    return tuple(
-        row.optimizers[0]
-        for row in KERAS_ROWS.values()
-        if names and row.always <= names <= row.slots.keys() and not row.shared
-    )
+    names, *others = {frozenset(values) for values in slots.values()} or {frozenset[str]()}
+    rows = () if others or not names else KERAS_ROWS.values()
+    return tuple(row.optimizers[0] for row in rows if row.always <= names <= row.slots.keys() and not row.shared)
 
 
 def _path_of(key: str) -> str:

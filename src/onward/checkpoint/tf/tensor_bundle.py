@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,12 +142,10 @@ class _Files:
             stored = self._entries.get(_slice_key(key, extents))
             if stored is None or len(extents) != len(entry.shape) or stored.data_type != entry.data_type:
                 raise ValueError(f"a piece of `{key.decode()}` is missing")
-            sizes = tuple(
-                whole if length < 0 else length for (_, length), whole in zip(extents, entry.shape, strict=True)
-            )
+            axes = [(*extent, whole) for extent, whole in zip(extents, entry.shape, strict=True)]
+            sizes = tuple(whole if length < 0 else length for _, length, whole in axes)
             begin = tuple(start for start, _ in extents)
-            ends = map(sum, zip(begin, sizes, strict=True))
-            if min(begin, default=0) < 0 or any(end > whole for end, whole in zip(ends, entry.shape, strict=True)):
+            if any(not 0 <= at <= whole - size for (at, _, whole), size in zip(axes, sizes, strict=True)):
                 raise ValueError(f"a piece of `{key.decode()}` lies outside of it")
             piece = self._stored_tensor(stored, np.dtype(_TYPES[stored.data_type]), sizes)
             pieces.append((begin, partial(lambda tensor: tensor, piece)))
@@ -204,32 +202,26 @@ def write_bundle(prefix: Path, tree: Tree) -> None:
             value, start = tree[key], file.tell()
             tensor = value if isinstance(value, Tensor) else value["data"]
             tensor.write_to(summed)  # type: ignore[arg-type]
-            checksum = summed.take()
-            data_type, shape = _data_type(key, value), tensor.shape
-            if not isinstance(value, Tensor):
-                shape, checksum = value["shape"], value["checksum"]  # the checksum of a string is not that of its bytes
-            entries[key.encode()] = _encode_entry(data_type, tuple(shape), start, file.tell() - start, checksum)
+            checksum, size = summed.take(), file.tell() - start
+            if not isinstance(value, Tensor):  # the checksum of a string is not that of its bytes
+                entry = _encode_entry(int(value["kind"]), value["shape"], start, size, value["checksum"])
+            elif value.dtype in _NUMBERS:
+                entry = _encode_entry(_NUMBERS[value.dtype], value.shape, start, size, checksum)
+            else:
+                raise UnsupportedError(f"`{key}` is of {value.dtype}, which TensorFlow does not have")
+            entries[key.encode()] = entry
     prefix.with_name(prefix.name + INDEX).write_bytes(make_table(entries))
 
 
-def _data_type(key: str, value: Any) -> int:
-    if not isinstance(value, Tensor):
-        return int(value["kind"])
-    if value.dtype not in _NUMBERS:
-        raise UnsupportedError(f"`{key}` is of {value.dtype}, which TensorFlow does not have")
-    return _NUMBERS[value.dtype]
-
-
-def _encode_entry(data_type: int, shape: tuple[int, ...], offset: int, size: int, checksum: int) -> bytes:
+def _encode_entry(data_type: int, shape: Iterable[int], offset: int, size: int, checksum: int) -> bytes:
     dimensions = b"".join(field(2, field(1, length)) for length in shape)
-    return b"".join(
-        [field(1, data_type), field(2, dimensions), field(4, offset), field(5, size), fixed_field(6, "<I", checksum)]
-    )
+    position = field(4, offset) + field(5, size) + fixed_field(6, "<I", checksum)
+    return field(1, data_type) + field(2, dimensions) + position
 
 
-def names_in(prefix_of: Path) -> Iterator[str]:
+def names_in(folder: Path) -> Iterator[str]:
     """Return the checkpoints in a folder, by their names without an ending."""
-    return (path.name.removesuffix(INDEX) for path in sorted(prefix_of.glob(f"*{INDEX}")) if path.is_file())
+    return (path.name.removesuffix(INDEX) for path in sorted(folder.glob(f"*{INDEX}")) if path.is_file())
 
 
 # ---- tables of LevelDB -----------------------------------------------------------------------------------------------
