@@ -30,7 +30,7 @@ from onward.checkpoint import Checkpoint, ScatteredTensor, StoredTensor, is_chec
 from onward.checkpoint.embedded import FACT
 from onward.checkpoint.exporting import checkpoint_of_model
 from onward.checkpoint.formats.pytorch import FORMAT
-from onward.checkpoint.pytorch.archive import read_torch_file
+from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object, write_pickle
 from onward.checkpoint.pytorch.pickle_reader import read_pickle
 from onward.cli.commands import app
@@ -486,6 +486,23 @@ def test_parts_without_a_place_are_named(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         onward.to_checkpoint(CHECKPOINTS / "plain.pt", tmp_path / "out.pt", format="torch")
+
+
+def test_states_that_are_too_deep_to_be_searched_stay_as_stored(tmp_path: Path) -> None:
+    weight = ArrayTensor(np.ones((2, 3), np.float32))
+    settings = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "params": [0]}
+    state = {0: {"step": ArrayTensor(np.asarray(3, np.float32)), "exp_avg": weight, "exp_avg_sq": weight}}
+    for depth in range(6):
+        tree: Any = {"state": state, "param_groups": [settings]}
+        for _ in range(depth):
+            tree = {"inner": tree}
+        write_torch_file(tmp_path / "x.pt", {"model": {"w": weight}, "outer": tree})
+        assert len(onward.open_checkpoint(tmp_path / "x.pt").optimizers) == (depth < 3)
+        onward.to_checkpoint(tmp_path / "x.pt", tmp_path / "y.pt", format="torch")
+        again = read_torch_file(tmp_path / "y.pt")["outer"]
+        for _ in range(depth):
+            again = again["inner"]
+        assert again["param_groups"] == [settings]
 
 
 @needs("torch")

@@ -257,11 +257,15 @@ def without_copies(slots: Mapping[str, Any], weight: Tensor | None) -> dict[str,
     return {slot: value for slot, value in slots.items() if slot != MASTER or not is_copy}
 
 
+_LEVELS = 4
+"""Levels of a tree that `contents_of` searches; the entries of a module may be one level deeper."""
+
+
 def up_to_date(trees: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the trees of a checkpoint with current optimizers, schedules and counters."""
     optimizers = iter(checkpoint.optimizers)
     schedules = iter(checkpoint.schedules)
-    return {name: _renew_tree(tree, optimizers, schedules, checkpoint, 4) for name, tree in trees.items()}
+    return {name: _renew_tree(tree, optimizers, schedules, checkpoint, _LEVELS) for name, tree in trees.items()}
 
 
 def advance_counter(name: Any, value: Any, by: int) -> Any:
@@ -275,6 +279,8 @@ def _renew_tree(
     tree: Any, optimizers: Iterator[OptimizerState], schedules: Iterator[Any], now: Checkpoint, depth: int
 ) -> Any:
     """Update a tree in the order in which `contents_of` lists its parts."""
+    if not depth:
+        return tree
     if is_optimizer_state(tree):
         new_state = optimizer_state(next(optimizers))
         groups = [
@@ -286,17 +292,17 @@ def _renew_tree(
         return type(tree)({**tree, "state": state, "param_groups": groups})
     if is_schedule_state(tree):
         return dict(next(schedules).state)
-    if depth and isinstance(tree, Mapping):
+    if isinstance(tree, Mapping):
         inside = {
             key: advance_counter(key, _renew_tree(value, optimizers, schedules, now, depth - 1), now.since)
             for key, value in tree.items()
         }
-        if depth == 4:
+        if depth == _LEVELS:
             inside |= {key: value for key, value in now.progress.items() if key in tree}
         if isinstance(tree, Attributed):
             inside = Attributed(inside)
             inside.attributes = tree.attributes
         return inside
-    if depth and isinstance(tree, list):
+    if isinstance(tree, list):
         return [_renew_tree(item, optimizers, schedules, now, depth - 1) for item in tree]
     return tree
