@@ -74,7 +74,8 @@ class _Step:
 
     def _results(self, node: ir.Node) -> Iterator[Digest]:
         if is_gradient(node):
-            loss = self._named(string(node, "y")) if self._forward else b""
+            y = string(node, "y")
+            loss = self._names.get(y, _digest("value", y)) if self._forward else b""
             yield from (_digest("gradient", x, loss) for x in strings(node, "xs"))
             return
         attributes = [(name, *self._attribute(node.attributes[name])) for name in sorted(node.attributes)]
@@ -83,9 +84,6 @@ class _Step:
             inputs.pop()
         operator = self._function(node.op_identifier()) or (node.domain, node.op_type)
         yield from (_digest(operator, attributes, inputs, index) for index in range(len(node.outputs)))
-
-    def _named(self, name: str) -> Digest:
-        return self._names.get(name, _digest("value", name))
 
     def _attribute(self, attribute: ir.Attr) -> Sequence[Any]:
         if attribute.is_ref():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
@@ -33,16 +32,13 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
         write_torch_file(folder / f"optimizer{_suffix(number)}.bin", optimizer_state(optimizer))
     for number, schedule in enumerate(checkpoint.schedules):
         write_torch_file(folder / f"scheduler{_suffix(number)}.bin", {**schedule.state})
-    write_torch_file(folder / f"{_STATES}0.pkl", {"step": 0, **_random_states(checkpoint)})
+    keys = {"Python": "random_state", "numpy": "numpy_random_seed", "torch, CPU": "torch_manual_seed"}
+    states = {keys[generator.kind]: generator.state for generator in checkpoint.randomness if generator.kind in keys}
+    write_torch_file(folder / f"{_STATES}0.pkl", {"step": 0, **states})
 
 
 def _suffix(number: int) -> str:
     return f"_{number}" if number else ""
-
-
-def _random_states(checkpoint: Checkpoint) -> dict[str, Any]:
-    keys = {"Python": "random_state", "numpy": "numpy_random_seed", "torch, CPU": "torch_manual_seed"}
-    return {keys[generator.kind]: generator.state for generator in checkpoint.randomness if generator.kind in keys}
 
 
 FORMAT = Format("accelerate", "Accelerate", matches, read, write, needs_names=False)

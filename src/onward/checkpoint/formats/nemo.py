@@ -100,7 +100,9 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
         )
     others = _others(checkpoint)
     with open(path, "wb") as file:
-        _add(file, _CONFIGURATION, write_yaml(checkpoint.configuration).encode())
+        configuration = write_yaml(checkpoint.configuration).encode()
+        file.write(_header(_CONFIGURATION, len(configuration)) + configuration)
+        _fill(file)
         _add_weights(file, checkpoint)
         for name, other in others.items():
             file.write(_header(name, other.nbytes))
@@ -122,11 +124,6 @@ def _others(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     byte = np.dtype(np.uint8)
     others = {name: members[name] for name in checkpoint.files}
     return {n: StoredTensor(checkpoint.path, m.offset_data, byte, (m.size,), (1,)) for n, m in others.items()}
-
-
-def _add(file: BinaryIO, name: str, data: bytes) -> None:
-    file.write(_header(name, len(data)) + data)
-    _fill(file)
 
 
 def _add_weights(file: BinaryIO, checkpoint: Checkpoint) -> None:

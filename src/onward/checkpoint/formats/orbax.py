@@ -33,10 +33,6 @@ _NUMBER = re.compile(r"(?:.*_)?(\d{1,18})")
 _is_step = has(INFORMATION, TREE)
 
 
-def _matches(path: Path) -> bool:
-    return path.is_dir() and (_is_step(path) or bool(_steps(path)))
-
-
 def _steps(folder: Path) -> dict[int, Path]:
     """Return the steps that a manager saved, in order."""
     numbers = {path: match for path in folder.iterdir() if (match := _NUMBER.fullmatch(path.name)) and _is_step(path)}
@@ -134,7 +130,7 @@ def _finish(folder: Path, handlers: Any, checkpoint: Checkpoint) -> None:
 
 
 FORMAT = Format(
-    "orbax", "Orbax", _matches, read, write,
+    "orbax", "Orbax", lambda path: path.is_dir() and (_is_step(path) or bool(_steps(path))), read, write,
     keeps=("tensors", "optimizers", "schedules", "step", "randomness", "data", "averages", "clip"),
 )  # fmt: skip
 

@@ -141,19 +141,16 @@ def _renew_tree(tree: Tree, checkpoint: Checkpoint) -> dict[str, Any]:
                 renewed[key] = in_place_of(tree[key], optimizer.slots.get(name, {}).get(slot), f"{name}/{slot}")
         for name, key in keys.averages.items():
             renewed[key] = in_place_of(tree[key], checkpoint.averages.get(name), f"the average of {name}")
-        _renew_numbers(renewed, keys, optimizer, checkpoint.step)
+        products = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]
+        numbers = {
+            "iterations": checkpoint.step,
+            "u_product": number_of(products[0]) if products else None,
+            "learning_rate": optimizer.groups[0].rate if optimizer.groups else None,
+        }
+        for name, number in numbers.items():
+            if name in keys.numbers and number is not None:
+                _put(renewed, keys.numbers[name], number)
     return renewed
-
-
-def _renew_numbers(renewed: dict[str, Any], keys: OptimizerKeys, optimizer: OptimizerState, step: int | None) -> None:
-    if step is not None and "iterations" in keys.numbers:
-        _put(renewed, keys.numbers["iterations"], step)
-    products = [slots[SHARED] for slots in optimizer.slots.values() if SHARED in slots]
-    if "u_product" in keys.numbers and products:
-        _put(renewed, keys.numbers["u_product"], number_of(products[0]))
-    rate = optimizer.groups[0].rate if optimizer.groups else None
-    if "learning_rate" in keys.numbers and rate is not None:
-        _put(renewed, keys.numbers["learning_rate"], rate)
 
 
 def _put(tree: dict[str, Any], key: str, number: float) -> None:

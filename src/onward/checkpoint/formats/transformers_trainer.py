@@ -15,7 +15,6 @@ from onward.checkpoint.pytorch.pickle_objects import Object
 from onward.checkpoint.pytorch.state_dicts import optimizer_of, optimizer_state, schedule_of
 from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
 from onward.recipe.spec import Spec
-from onward.run_state.state import SchedulerState
 from onward.vocabulary.rate_formulas import Factor, complete, in_words
 from onward.vocabulary.transformers import READERS
 
@@ -49,7 +48,9 @@ def read(folder: Path) -> Checkpoint:
     if isinstance(tree := trees.get("optimizer.pt"), Mapping) and "param_groups" in tree:
         facts["optimizers"] = (optimizer_of(tree, _FAMILIES.get(_word(arguments.get("optim")))),)
     if isinstance(tree := trees.get("scheduler.pt"), Mapping):
-        facts["schedules"] = (_schedule(tree, arguments, state),)
+        schedule = schedule_of(tree)  # its function is not stored: its numbers are in the arguments
+        words = _words(tree, arguments, state) if schedule.words is None else schedule.words
+        facts["schedules"] = (dataclasses.replace(schedule, words=words, every=1),)  # a step with every update
     if "max_grad_norm" in arguments:
         limit = arguments["max_grad_norm"]
         facts["clip"] = {"norm": float(limit), "variant": "torch"} if limit else {}
@@ -74,13 +75,6 @@ def _remarks(arguments: Mapping[str, Any]) -> list[str]:
 def _word(value: Any) -> str:
     """Return the value of an enumeration member, which is stored by its arguments."""
     return str(value.arguments[0]) if isinstance(value, Object) and value.arguments else str(value)
-
-
-def _schedule(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> SchedulerState:
-    """Return a schedule. Its function is not stored: its numbers are in the arguments."""
-    schedule = schedule_of(tree)
-    words = schedule.words if schedule.words is not None else _words(tree, arguments, state)
-    return dataclasses.replace(schedule, words=words, every=1)  # the Trainer steps its scheduler with every update
 
 
 def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Spec, ...] | None:

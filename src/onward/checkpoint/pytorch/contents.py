@@ -120,9 +120,9 @@ def _is_module_state(tree: Any) -> bool:
 def _generator_of(tree: Any) -> str | None:
     """Return the random number generator that a tree is the state of."""
     if isinstance(tree, Tensor) and tree.dtype == np.uint8 and len(tree.shape) == 1:
-        return {5056: "torch, CPU", 16: "torch, CUDA"}.get(tree.shape[0])
+        return {5056: "torch, CPU", 16: "torch, CUDA"}.get(tree.shape[0])  # by the sizes of their states
     if isinstance(tree, tuple) and len(tree) == 3 and isinstance(tree[1], tuple) and len(tree[1]) == 625:
-        return "Python"
+        return "Python"  # 624 words of a Mersenne Twister, and its position
     if isinstance(tree, tuple) and len(tree) == 5 and tree[0] == "MT19937":
         return "numpy"
     return None

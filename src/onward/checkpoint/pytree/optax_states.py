@@ -212,7 +212,9 @@ class States:
         children = dict(parts(tree))
         fields = children.keys()
         if not children:
-            self._end(tree, path)
+            name = path[-2] if path[-1:] == (WRAPPER,) else path[-1] if path else ""
+            if tree is not None and not isinstance(tree, Mapping | list | tuple):
+                (self.counts if name in _COUNTERS else self.unknown).append(path)
         elif (slot_fields := _STATES.get(frozenset(fields))) is not None:
             self._slots({slot: field for field, slot in slot_fields.items()}, children, path, label, sign)
         elif fields == {"count", "slots"}:  # of what optax does not have: see frameworks/jax/updates.py
@@ -256,12 +258,6 @@ class States:
             is_scaled |= _STATES.get(fields) in _ROOT_MEAN_SQUARES
             if key != "count":
                 self.read(child, (*path, key), label, -1 if is_after_rate else 1)
-
-    def _end(self, leaf: Any, path: KeyPath) -> None:
-        name = path[-2] if path[-1:] == (WRAPPER,) else path[-1] if path else ""
-        if leaf is None or isinstance(leaf, Mapping | list | tuple):
-            return
-        (self.counts if name in _COUNTERS else self.unknown).append(path)
 
 
 def unwrap_variable(tree: Any, path: KeyPath) -> KeyPath:

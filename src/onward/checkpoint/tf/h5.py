@@ -20,7 +20,6 @@ import numpy as np
 
 from onward.checkpoint.pytorch.contents import mapping
 from onward.errors import UnsupportedError
-from onward.model.storage.containers import Stored
 from onward.model.storage.files import blame_file
 from onward.model.storage.hdf5 import BFLOAT16, DAMAGED, read_hdf5
 from onward.run_state.tensors import ArrayTensor, StoredTensor, Tensor, contiguous_strides
@@ -42,14 +41,13 @@ def read_h5(path: Path, start: int = 0, length: int | None = None) -> dict[str, 
     ):
         groups = read_hdf5(data, start, length)
         for group in groups.values():
-            group["arrays"] = {key: _tensor(path, array) for key, array in group["arrays"].items()}
+            group["arrays"] = {
+                key: ArrayTensor(item)
+                if isinstance(item, np.ndarray)
+                else StoredTensor(path, item.offset, item.dtype, item.shape, contiguous_strides(item.shape))
+                for key, item in group["arrays"].items()
+            }
         return groups
-
-
-def _tensor(path: Path, stored: Stored | np.ndarray) -> Tensor:
-    if isinstance(stored, np.ndarray):
-        return ArrayTensor(stored)
-    return StoredTensor(path, stored.offset, stored.dtype, stored.shape, contiguous_strides(stored.shape))
 
 
 def h5py() -> ModuleType:
@@ -204,7 +202,8 @@ class _Names:
         yield from self._own(group, class_name, config, names, trains, is_sure)
         parts = PARTS.get(class_name, {})
         children = [child for child in self._children.get(group, ()) if f"{group}/{child}" in self._filled]
-        order = sorted(children, key=lambda child: _index(list(parts), child.lstrip("_")))
+        position = {part: at for at, part in enumerate(parts)}
+        order = sorted(children, key=lambda child: position.get(child.lstrip("_"), len(parts)))
         sure = is_sure and (len(children) < 2 or all(child.lstrip("_") in parts for child in children))
         for child in order:
             inner = parts.get(child.lstrip("_"), "")
@@ -230,7 +229,3 @@ class _Names:
         for child in self._children.get(path, ()):
             if child != "optimizer":
                 yield from self._layer(f"{path}/{child}".lstrip("/"), {}, names, trains, False)
-
-
-def _index(names: list[str], name: str) -> int:
-    return names.index(name) if name in names else len(names)
