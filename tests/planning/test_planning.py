@@ -147,7 +147,7 @@ def test_scores_of_attention_are_kept_only_where_an_engine_keeps_them() -> None:
 
 @needs("torch")
 def test_what_is_kept_is_what_pytorch_keeps(tmp_path: Path) -> None:
-    """By PyTorch's own derivative: all that it saves for the way back, each storage once."""
+    """By PyTorch's own derivative: all that it saves for the backward pass, each storage once."""
     import torch
 
     proto = llama(SIZES["tiny"], TensorProto.FLOAT)
@@ -185,7 +185,7 @@ def test_what_fits_is_recommended_and_the_quickest_first() -> None:
     assert slow.estimates["zero1"].step_seconds == pytest.approx(slow.estimates["zero1"].sent / 1e8)
     assert slow.recommended == "tensor"  # since activations are smaller than weights
     none = onward.plan(llama(SIZES["tiny"]), shape={"tokens": ("N", 64)}, devices=2, memory="1kB")
-    assert none.recommended is None and "nothing fits: recompute blocks, or take more devices" in str(none)
+    assert none.recommended is None and "nothing fits: recompute blocks, or use more devices" in str(none)
 
 
 def test_batches_are_divided_among_those_that_compute_different_samples() -> None:
@@ -285,7 +285,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert onward.Sharding.of("sharded.onnx").tensors["lm_head.weight"] == {0: ("shard",)}
     (tmp_path / "elsewhere").mkdir()
     message, hint = failed("plan", "tiny.onnx", *options, "-o", "elsewhere")
-    assert "cannot be copied" in message and "beside" in hint
+    assert "cannot copy the missing data" in message and "next to the model" in hint
     message, hint = failed("plan", "tiny.onnx", "--devices", "4")
     assert "the sizes of `tokens` are open" in message and "--shape tokens=" in hint
 

@@ -1,4 +1,4 @@
-"""A plan as people read it: what the model takes, a row for each strategy, and what is said among devices."""
+"""A plan as text: the sizes of the model, a row per strategy, and the collectives."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ _HEADINGS = ("", "parameters", "gradients", "state", "activations", "gathered", 
 
 
 def render(plan: Plan) -> str:
-    """The whole plan as text."""
-    parts = ["\n".join(f"{label:<12}{text}" for label, text in _facts(plan)), _table(plan)]
+    sections = ["\n".join(f"{label:<12}{text}" for label, text in _facts(plan)), _table(plan)]
     if len(plan.estimates) == 1:
-        parts.append(_collectives(next(iter(plan.estimates.values()))))
-    parts.append(_verdict(plan))
-    return "\n\n".join(part for part in parts if part)
+        sections.append(_collectives(next(iter(plan.estimates.values()))))
+    return "\n\n".join(filter(None, [*sections, _verdict(plan)]))
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     model = plan.model
     keys = {"parameters": "bytes", "gradients": "gradient_bytes", "state": "state_bytes"}
-    amounts = {kind: model[key] for kind, key in keys.items()}
-    parts = ", ".join(f"{size(amount)} of {kind}" for kind, amount in amounts.items())
+    amounts = {noun: model[key] for noun, key in keys.items()}
+    parts = ", ".join(f"{size(amount)} of {noun}" for noun, amount in amounts.items())
     frozen = f", {model['frozen']:,} frozen" if model["frozen"] else ""
-    each = f" ({sum(amounts.values()) / model['parameters']:.1f} B each)" if model["parameters"] else ""
+    per_parameter = f" ({sum(amounts.values()) / model['parameters']:.1f} B each)" if model["parameters"] else ""
     inputs = ", ".join(f"{name} {list(shape)}" for name, shape in model["inputs"].items())
     rows = [
-        ("trains", f"{model['parameters']:,} parameters{frozen}: {parts}{each}"),
+        ("trains", f"{model['parameters']:,} parameters{frozen}: {parts}{per_parameter}"),
         ("one device", f"{quantity(model['samples'], 'sample')} at a time: {inputs}"),
-        ("computes", f"{_tera(model['forward_flops'])} TFLOP forward, {_tera(model['backward_flops'])} back"),
-        ("keeps", f"{size(model['kept_bytes'])} for the way back, {size(model['peak_bytes'])} at the peak"),
+        ("computes", f"{_tera(model['forward_flops'])} TFLOP forward, {_tera(model['backward_flops'])} backward"),
+        ("saves", f"{size(model['kept_bytes'])} for the backward pass, {size(model['peak_bytes'])} at the peak"),
     ]
     if model["blocks"]:
         again = [size(model[f"{key}_bytes_with_recompute"]) for key in ("kept", "peak")]
-        more = f"{again[0]} for the way back, {again[1]} at the peak, and {_tera(model['recompute_flops'])} TFLOP more"
+        flops = _tera(model["recompute_flops"])
         rows += [
             ("blocks", f"{model['blocks']}, the largest with {size(model['block_bytes'])} of parameters"),
-            ("", f"computed twice: {more}"),
+            ("", f"recomputed: {again[0]} saved, {again[1]} at the peak, and {flops} TFLOP more"),
         ]
     return [*rows, ("on", ", ".join(_settings(plan))), *(("note", note) for note in model["notes"])]
 
@@ -53,11 +51,11 @@ def _settings(plan: Plan) -> Iterator[str]:
     if machines.devices > machines.per_machine:
         yield f"{machines.per_machine} in a machine"
     if model["precision"]:
-        yield f"products in {model['precision']}"
+        yield f"matmuls in {model['precision']}"
     if model["recompute"]:
-        yield "blocks computed twice"
+        yield "blocks recomputed"
     if model["accumulate"] > 1:
-        yield f"{model['accumulate']} batches an update"
+        yield f"{model['accumulate']} batches per update"
 
 
 def _tera(flops: int) -> str:
@@ -65,41 +63,42 @@ def _tera(flops: int) -> str:
 
 
 def _table(plan: Plan) -> str:
-    timed = any(each.step_seconds is not None for each in plan.estimates.values())
+    timed = any(estimate.step_seconds is not None for estimate in plan.estimates.values())
     headings = _HEADINGS if timed else _HEADINGS[:-2]
-    rows = [headings, *(_row(each, timed) for each in plan.estimates.values())]
+    rows = [headings, *(_row(estimate, timed) for estimate in plan.estimates.values())]
     first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
     cells = ([name.ljust(first), *map(str.rjust, numbers, widths)] for name, *numbers in rows)
     return "\n".join("  ".join(line).rstrip() for line in cells)
 
 
-def _row(each: Estimate, timed: bool) -> Sequence[str]:
-    fits = "" if each.fits is None else " fits" if each.fits else "   no"
-    memory = map(size, dataclasses.astuple(each.memory))
-    cells = [each.strategy, *memory, size(each.memory.total) + fits, size(each.sent)]
+def _row(estimate: Estimate, timed: bool) -> Sequence[str]:
+    fits = "" if estimate.fits is None else " fits" if estimate.fits else "   no"
+    memory = map(size, dataclasses.astuple(estimate.memory))
+    cells = [estimate.strategy, *memory, size(estimate.memory.total) + fits, size(estimate.sent)]
     if timed:
-        rate = each.samples / each.step_seconds if each.step_seconds and each.samples else None
-        cells += [f"{each.step_seconds:.3g} s" if each.step_seconds else "", f"{rate:,.4g}" if rate else ""]
+        rate = estimate.samples / estimate.step_seconds if estimate.step_seconds and estimate.samples else None
+        cells += [f"{estimate.step_seconds:.3g} s" if estimate.step_seconds else "", f"{rate:,.4g}" if rate else ""]
     return cells
 
 
-def _collectives(each: Estimate) -> str:
+def _collectives(estimate: Estimate) -> str:
     lines = []
-    for one in each.communication:
-        time = f", {one.seconds:.3g} s" if one.seconds is not None else ""
-        lines.append(f"  {one.kind} of {one.of} among {one.devices}: each device sends {size(one.sent)}{time}")
-    if each.largest_block:
-        lines.append(f"  at once, {size(each.largest_block)} of parameters are gathered")
-    return "\n".join(["in an update:", *lines]) if lines else ""
+    for collective in estimate.communication:
+        time = f", {collective.seconds:.3g} s" if collective.seconds is not None else ""
+        what = f"{collective.kind} of {collective.of} among {collective.devices}"
+        lines.append(f"  {what}: each device sends {size(collective.sent)}{time}")
+    if estimate.largest_block:
+        lines.append(f"  gathered at once: {size(estimate.largest_block)} of parameters")
+    return "\n".join(["per update:", *lines]) if lines else ""
 
 
 def _verdict(plan: Plan) -> str:
     lines = [f"{name}: {reason}" for name, reason in plan.refused.items()]
     best = plan.recommended
     if best is None:
-        ways = [] if plan.model["recompute"] or not plan.model["blocks"] else ["recompute blocks"]
-        ways += ["take fewer samples at a time"] if plan.model["samples"] > 1 else []
-        lines.append(f"nothing fits: {', or '.join([*ways, 'take more devices'])}")
+        advice = [] if plan.model["recompute"] or not plan.model["blocks"] else ["recompute blocks"]
+        advice += ["use smaller batches"] if plan.model["samples"] > 1 else []
+        lines.append(f"nothing fits: {', or '.join([*advice, 'use more devices'])}")
     elif len(plan.estimates) > 1:
         lines.append(f"recommended: {best}, {STRATEGIES[best].title}")
     return "\n".join(lines)

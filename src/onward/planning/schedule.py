@@ -1,7 +1,7 @@
 """The order in which a lowered step is computed, and what is in memory meanwhile.
 
-The forward pass is all that the loss depends on; the rest is the way back, as the rules have written it. What the way
-back reads of the forward pass is kept until then: no rule of thumb, but what the graph says.
+The forward pass is all that the loss depends on; the rest is the backward pass, as the rules have written it. What the
+backward pass reads of the forward pass is saved until then. The graph says what that is; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ Bytes = Callable[[ir.Value], int]
 
 @dataclasses.dataclass(frozen=True)
 class LoweredBlock:
-    """A part of the forward pass that is repeated: one layer of a transformer."""
+    """A block in the forward pass, such as one layer of a transformer."""
 
     name: str
     nodes: Sequence[ir.Node]
     weights: Collection[str]
-    """The names of what it alone reads of the state."""
+    """Names of state that only this block reads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """Nodes of the forward pass that an engine computes as one, with a way back of its own."""
+    """Nodes of the forward pass that an engine computes as one operator, with its own backward pass."""
 
     inside: Collection[ir.Value]
-    """What it does not leave in memory."""
-    kept: Collection[ir.Value]
-    """What it needs for the way back, whatever our rules need."""
+    """Intermediate values, which never lie in memory."""
+    saved: Collection[ir.Value]
+    """Values that its backward pass needs, whatever Onward's rules need."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Bytes in memory, node by node, beside the state and the batch."""
+    """Bytes in memory after each node, without the state and the batch."""
 
-    kept: int
-    """What the way back reads of the forward pass."""
+    saved: int
+    """Values of the forward pass that the backward pass reads."""
     activations: np.ndarray
     gradients: np.ndarray
-    """Those of parameters that are there already."""
+    """Gradients of parameters that are computed so far."""
 
     def peak(self, *, gradients_from_the_start: bool, share: float = 1.0) -> int:
-        """The most that there is beyond a `share` of all gradients, which the device holds in the end."""
+        """Return the peak beyond a `share` of all gradients, which the device holds in the end."""
         if gradients_from_the_start:
             return int(self.activations.max())
-        held = self.gradients[-1] * share
-        return int(max(0, (self.activations + self.gradients * share).max() - held))
+        in_the_end = self.gradients[-1] * share
+        return int(max(0, (self.activations + self.gradients * share).max() - in_the_end))
 
 
 class MemorySchedule:
-    """The nodes of the lowered part `gradients`, in the order of a framework."""
+    """The nodes of the lowered part `gradients`, in the order in which a framework computes them."""
 
     def __init__(
         self,
@@ -67,8 +67,11 @@ class MemorySchedule:
         is_inside: Callable[[ir.Value], bool] = lambda value: False,
         holds_twice: Callable[[ir.Node], bool] = lambda node: False,
     ):
-        """`is_inside` says what else is not left in memory, of what nodes make on the way back, and `holds_twice` which
-        of those nodes need as much again as their result while they run."""
+        """Order the nodes of a step, and find what reads each tensor last.
+
+        - `is_inside`: True if an output of the backward pass never lies in memory
+        - `holds_twice`: True if a node of the backward pass needs twice the memory of its result while it runs
+        """
         gradients = [value for value in graph.outputs if value.name in contract.gradients]
         self.forward, self.backward = _in_order(graph, gradients)
         self._owner = _owners(self.nodes)
@@ -85,14 +88,13 @@ class MemorySchedule:
         for kernel in kernels:
             read = [i for v in kernel.inside for i in self._reads.get(self._owner.get(v, v), [])]
             late = [i for i in read if i >= len(self.forward)]
-            for value in {self._owner.get(v, v) for v in kernel.kept}:
+            for value in {self._owner.get(v, v) for v in kernel.saved}:
                 self._reads.setdefault(value, []).extend(late)
         for reads in self._reads.values():
             reads.sort()
 
     def _ends(self, at: Mapping[ir.Node, int]) -> dict[ir.Node, int]:
-        """When the kernel of each node is done: on the way back, what is inside of one is computed with what it reads
-        still there."""
+        """Return when the kernel of each node ends: until then, all that its nodes read stays in memory."""
         ends = {node: at[node] for node in self.forward}
         for node in reversed(self.backward):
             readers = [ends[reader] for value in node.outputs for reader in value.consumers() if reader in ends]
@@ -104,26 +106,26 @@ class MemorySchedule:
     def nodes(self) -> list[ir.Node]:
         return [*self.forward, *self.backward]
 
-    def kept(self) -> list[ir.Value]:
-        """Tensors of the forward pass that the way back reads, each once, however it is seen."""
+    def saved(self) -> list[ir.Value]:
+        """Return the tensors of the forward pass that the backward pass reads, without views of them."""
         end = len(self.forward)
         return [v for v in self.tensors() if self._born[v] < end and self._reads.get(v, [0])[-1] >= end]
 
     def usage(self, bytes_of: Bytes, again: Iterable[LoweredBlock] = ()) -> Usage:
-        """With parts that are computed again: what they make is dropped, and is back when the way back comes there."""
+        """Return the memory used; what the blocks `again` compute is dropped, and recomputed in the backward pass."""
         end, count = len(self.forward), len(self.nodes)
         changes = np.zeros((2, count + 1), np.int64)
-        kept, returns = {value: bytes_of(value) for value in self.kept()}, self._returns(again)
+        saved, returns = {value: bytes_of(value) for value in self.saved()}, self._returns(again)
         for value in self.tensors():
             size, born, reads = bytes_of(value), self._born[value], self._reads.get(value, [])
             if value in self.gradients:
                 changes[1, born] += size
                 continue
             lives = [(born, max(reads, default=born))]
-            if value in kept and value in returns:
+            if value in saved and value in returns:
                 early = [at for at in reads if at < end]
                 lives = [(born, max(early, default=born)), (returns[value], reads[-1])]
-                kept.pop(value)
+                saved.pop(value)
             for start, stop in lives:
                 changes[0, start] += size
                 changes[0, stop + 1] -= size
@@ -131,30 +133,30 @@ class MemorySchedule:
             changes[0, self._born[value]] += bytes_of(value)
             changes[0, self._born[value] + 1] -= bytes_of(value)
         activations, gradients = np.cumsum(changes[:, :count], axis=1)
-        return Usage(sum(kept.values()), activations, gradients)
+        return Usage(sum(saved.values()), activations, gradients)
 
     def tensors(self) -> Iterable[ir.Value]:
-        """What takes memory of its own, of all that nodes make."""
+        """Yield the outputs of nodes that take memory: neither views nor intermediate values of a kernel."""
         return (v for v in self._born if self._owner.get(v, v) is v and v not in self._inside)
 
     def _returns(self, again: Iterable[LoweredBlock]) -> dict[ir.Value, int]:
-        """For what is computed again: when that is, which is before the first node that reads some of its part."""
-        end, found = len(self.forward), {}
+        """Return when each recomputed value is back: before the backward pass first reads its block."""
+        end, returns = len(self.forward), {}
         for block in again:
             inside = set(block.nodes)
-            made = {self._owner.get(v, v) for node in inside for v in node.outputs}
+            outputs = {self._owner.get(v, v) for node in inside for v in node.outputs}
             own = [
                 v
-                for v in made
+                for v in outputs
                 if v in self._born and all(self.nodes[at] in inside for at in self._reads.get(v, []) if at < end)
             ]
             late = [at for v in own for at in self._reads.get(v, []) if at >= end]
-            found.update(dict.fromkeys(own, min(late, default=end)))
-        return found
+            returns.update(dict.fromkeys(own, min(late, default=end)))
+        return returns
 
 
 def _in_order(graph: ir.Graph, gradients: Collection[ir.Value]) -> tuple[list[ir.Node], list[ir.Node]]:
-    """The forward pass, then the way back, in which a gradient is computed as soon as it can be."""
+    """Return the forward pass and the backward pass, in which each gradient is computed as soon as it can be."""
     ahead, _ = ancestors(value for value in graph.outputs if value not in gradients)
     forward = [node for node in graph if node in ahead]
     backward: list[ir.Node] = []
@@ -177,14 +179,14 @@ def _in_order(graph: ir.Graph, gradients: Collection[ir.Value]) -> tuple[list[ir
 
 
 _OF_SHAPES = {"Shape", "Size"}
-"""What these read need not be in memory."""
+"""Operators that read only the shape, so that their input need not be in memory."""
 _KEEPS_ORDER = {"Identity", "Squeeze", "Unsqueeze", "Flatten", "Reshape"}
 _OTHER_ORDER = {"Transpose", "Slice", "Split", "Expand"}
-"""Operators that look at a tensor in another way; what follows reads it in another order than it lies there."""
+"""Operators whose output is a view with other strides."""
 
 
 def _owners(nodes: Iterable[ir.Node]) -> Mapping[ir.Value, ir.Value]:
-    """For what is only a view: the tensor that it is a view of."""
+    """Return the tensor of each view."""
     owner: dict[ir.Value, ir.Value] = {}
     scattered: set[ir.Value] = set()
     for node in nodes:
@@ -192,7 +194,7 @@ def _owners(nodes: Iterable[ir.Node]) -> Mapping[ir.Value, ir.Value]:
         if source is None or node.op_type not in _KEEPS_ORDER | _OTHER_ORDER:
             continue
         if source in scattered and node.op_type in ("Reshape", "Flatten"):
-            continue  # which has to copy it
+            continue  # a view with other strides cannot be reshaped without a copy
         owner.update(dict.fromkeys(node.outputs, owner.get(source, source)))
         if source in scattered or node.op_type in _OTHER_ORDER:
             scattered.update(node.outputs)

@@ -1,7 +1,7 @@
-"""Ways to spread a training over devices: what each device holds, and what they have to tell each other.
+"""Strategies of distributed training: what each device stores, and which collectives it takes part in.
 
-Collectives are counted as rings do them, which is the least that any can do: of n devices, each sends (n - 1) / n of
-what is gathered or scattered, and twice that for a sum that all get.
+Collectives are counted as rings, which send the least: each of n devices sends (n - 1) / n of the bytes of an
+all-gather or reduce-scatter, and twice that for an all-reduce.
 """
 
 from __future__ import annotations
@@ -17,44 +17,40 @@ from onward.planning.tensor_parallel import Partition, divide
 from onward.planning.workload import PlannedWeight, Workload
 
 REPLICA, SHARD, TENSOR = "replica", "shard", "tensor"
-"""The axes of the mesh: devices that have the same, parts of the state, and parts of the products."""
+"""The axes of the mesh: devices that replicate, that shard the state, and that shard matmuls."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """What is divided among the devices that compute different samples."""
+    """Tensors that are sharded over the devices, and how far the shards reach."""
 
     title: str
     parameters: bool = False
     gradients: bool = False
     state: bool = False
-    """What the optimizer keeps."""
+    """The optimizer state."""
     within_a_machine: bool = False
     tensor: bool = False
-    """Whether the devices of a machine also divide products among them."""
+    """True if the devices of a machine also shard matmuls."""
 
 
+_ALL = {"parameters": True, "gradients": True, "state": True}
 STRATEGIES = {
     "ddp": Strategy("everything on each device"),
-    "zero1": Strategy("the state of the optimizer divided", state=True),
-    "zero2": Strategy("gradients divided, too", state=True, gradients=True),
-    "fsdp": Strategy("parameters divided, too (zero3)", parameters=True, gradients=True, state=True),
-    "hybrid": Strategy(
-        "the same within a machine, machines alike", parameters=True, gradients=True, state=True, within_a_machine=True
-    ),
-    "tensor": Strategy("products divided within a machine, machines alike", tensor=True),
-    "tensor+fsdp": Strategy(
-        "products divided within a machine, the rest among machines",
-        parameters=True, gradients=True, state=True, tensor=True,
-    ),
-}  # fmt: skip
-"""In the order of preference: the first tell each other least."""
+    "zero1": Strategy("optimizer state sharded", state=True),
+    "zero2": Strategy("optimizer state and gradients sharded", state=True, gradients=True),
+    "fsdp": Strategy("optimizer state, gradients and parameters sharded (zero3)", **_ALL),
+    "hybrid": Strategy("fsdp within a machine, machines replicated", **_ALL, within_a_machine=True),
+    "tensor": Strategy("matmuls sharded within a machine, machines replicated", tensor=True),
+    "tensor+fsdp": Strategy("matmuls sharded within a machine, fsdp across machines", **_ALL, tensor=True),
+}
+"""In the order of preference: the first communicate least."""
 OTHER_NAMES = {"zero3": "fsdp"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Machines:
-    """What there is to train on."""
+    """The devices, their memory and links."""
 
     devices: int
     memory: float | None = None
@@ -65,22 +61,22 @@ class Machines:
     utilization: float = 0.4
 
     def link(self, devices: int) -> float | None:
-        """How many bytes a second a device sends to others, if that many neighbours take part."""
+        """Return the bytes per second that a device sends in a collective of so many devices."""
         return self.bandwidth if devices <= self.per_machine else self.network or self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device, at the worst moment of a step."""
+    """Peak bytes on one device in a step."""
 
     parameters: int
     gradients: int
     state: int
-    """What the optimizer keeps, and all other state."""
+    """Optimizer state, and all other state."""
     activations: int
-    """What the way back needs, and what comes and goes; with the batch."""
+    """Saved and temporary activations, and the batch."""
     gathered: int
-    """Parameters and gradients of a block that are whole for a moment."""
+    """Gathered parameters and gradients of blocks."""
 
     @property
     def total(self) -> int:
@@ -89,50 +85,49 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """What devices tell each other in one update."""
+    """A collective of an update."""
 
     kind: Literal["all-reduce", "all-gather", "reduce-scatter"]
     of: str
     sent: int
     """Bytes that each device sends."""
     devices: int
-    """How many take part."""
     seconds: float | None
     waits: bool
-    """Whether products wait for it, and it cannot happen meanwhile."""
+    """True if it cannot overlap with matmuls, because they wait for it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a strategy comes to."""
+    """The cost of a strategy."""
 
     strategy: str
     fits: bool | None
     memory: Memory
     communication: tuple[Collective, ...]
     samples: int | None
-    """How many an update is made from."""
+    """Samples per update, over all devices."""
     flops: int
-    """What a device computes for an update."""
+    """Operations per device and update."""
     compute_seconds: float | None
     step_seconds: float | None
-    """Products, or what happens meanwhile if that takes longer; and what they wait for."""
+    """The longer of matmuls and overlapping collectives, plus the other collectives."""
     largest_block: int
-    """Bytes of the parameters that are gathered at once, if any are."""
+    """Bytes of parameters that are gathered at once, if any."""
     sharding: Sharding = dataclasses.field(repr=False)
 
     @property
     def sent(self) -> int:
-        return sum(each.sent for each in self.communication)
+        return sum(collective.sent for collective in self.communication)
 
 
 def degrees(name: str, machines: Machines) -> tuple[int, int, int]:
-    """Devices that are alike, that divide the state, and that divide products: three factors of all."""
+    """Return how many devices replicate, shard the state, and shard matmuls: three factors of the number of devices."""
     strategy, within = STRATEGIES[name], min(machines.per_machine, machines.devices)
     if machines.devices % within and (strategy.tensor or strategy.within_a_machine):
         raise UnsupportedError(
-            f"there are no whole machines of {within} in {machines.devices} devices",
-            hint="say how many one has: `--per-machine`",
+            f"{machines.devices} devices are not whole machines of {within}",
+            hint="set the devices per machine: `--per-machine 4`",
         )
     tensor = within if strategy.tensor else 1
     rest = machines.devices // tensor
@@ -141,7 +136,7 @@ def degrees(name: str, machines: Machines) -> tuple[int, int, int]:
 
 
 class Estimator:
-    """What a device holds and sends with a strategy."""
+    """Estimates of one strategy."""
 
     def __init__(self, name: str, work: Workload, machines: Machines, accumulate: int):
         self.name, self.strategy, self.work, self.machines = name, STRATEGIES[name], work, machines
@@ -150,9 +145,9 @@ class Estimator:
         self.division = divide(work, self.tensor) if self.tensor > 1 else Partition({}, {}, 0, 0, 0)
 
     def estimate(self, recompute: bool, samples: int | None) -> Estimate:
-        """Return the estimate; `samples` are those of one pass of a device."""
+        """Return the estimate; `samples` is the batch of one pass on one device."""
         memory = self._memory(recompute)
-        told = tuple(self._communication())
+        communication = tuple(self._communication())
         whole = self.work.forward_flops + self.work.backward_flops + (self.work.flops_of_blocks if recompute else 0)
         flops = (whole - self.division.flops_saved) * self.accumulate
         limit, rate = self.machines.memory, self.machines.flops
@@ -161,11 +156,11 @@ class Estimator:
             strategy=self.name,
             fits=None if limit is None else memory.total <= limit,
             memory=memory,
-            communication=told,
+            communication=communication,
             samples=None if samples is None else samples * self.replicas * self.shards * self.accumulate,
             flops=flops,
             compute_seconds=compute,
-            step_seconds=_step_seconds(compute, told),
+            step_seconds=_step_seconds(compute, communication),
             largest_block=self._largest_block() if self.strategy.parameters else 0,
             sharding=self._sharding(),
         )
@@ -177,10 +172,10 @@ class Estimator:
         usage = self.work.usage(recompute=recompute, shards=self.division.shards)
         gradients = sum(self._part(w, w.gradient, strategy.gradients) for w in weights)
         whole = sum(w.gradient for w in weights) or 1
-        # DDP and ZeRO hold gradients from the first step on, FSDP as they come
-        kept = not strategy.parameters and self.replicas * self.shards > 1
+        # DDP and ZeRO allocate all gradients at the first step, FSDP one after another
+        allocated = not strategy.parameters and self.replicas * self.shards > 1
         copies = 0 if strategy.parameters and self.shards > 1 else self.work.copies // self.tensor
-        peak = usage.peak(gradients_from_the_start=kept or self.accumulate > 1, share=gradients / whole)
+        peak = usage.peak(gradients_from_the_start=allocated or self.accumulate > 1, share=gradients / whole)
         return Memory(
             parameters=sum(self._part(w, w.bytes, strategy.parameters) for w in weights),
             gradients=gradients,
@@ -190,14 +185,14 @@ class Estimator:
         )
 
     def _part(self, weight: PlannedWeight, size: int, divided: bool) -> int:
-        """A device's part of something that belongs to a weight."""
+        """Return a device's bytes of `size`, which is sharded like a weight."""
         axes = self._axes(weight, divided)
         parts = math.prod(math.ceil(weight.shape[a] / math.prod(self._mesh[axis] for axis in axes[a])) for a in axes)
         whole = math.prod(weight.shape[a] for a in axes)
         return math.ceil(size * parts / whole) if whole else 0
 
     def _computed(self, weights: Sequence[PlannedWeight]) -> int:
-        """Bytes of weights that are gathered from all that divide the state, in the type of products."""
+        """Return the gathered bytes of weights, in the type of matmuls."""
         return sum(self.work.computed_bytes(w) // self.division.parts(w.name, self.tensor) for w in weights)
 
     def _largest_block(self) -> int:
@@ -205,8 +200,10 @@ class Estimator:
         return max(map(self._computed, blocks), default=self._computed(self.work.outside))
 
     def _gathered(self) -> int:
-        """What is in no block is whole all the time, and so are its gradients; of blocks one is computed with, the next
-        is on its way, and the gradients of one are not summed yet."""
+        """Return the gathered bytes: weights outside of blocks stay gathered, and their gradients too.
+
+        Three blocks count: one computes, the next is prefetched, and the gradients of one are being reduced.
+        """
         outside, largest = self._computed(self.work.outside), self._largest_block() if self.work.blocks else 0
         trained = self._computed([weight for weight in self.work.outside if weight.gradient])
         return outside + trained + 3 * largest
@@ -220,7 +217,7 @@ class Estimator:
         if self.shards > 1:
             outside = self._computed(self.work.outside)
             blocks = self._computed([*self.work.weights.values()]) - outside
-            if strategy.parameters:  # what is in no block stays whole between the ways forward and back
+            if strategy.parameters:  # outside of blocks, weights stay gathered between forward and backward pass
                 yield self._collective("all-gather", "parameters", (2 * blocks + outside) * many, SHARD)
                 yield self._collective("reduce-scatter", "gradients", gradients * many, SHARD)
             else:
@@ -229,8 +226,8 @@ class Estimator:
                 whole = sum(w.bytes // self.division.parts(w.name, self.tensor) for w in trained)
                 yield self._collective("all-gather", "parameters", whole, SHARD)
         if self.replicas > 1:
-            part = gradients // (self.shards if strategy.gradients else 1)
-            yield self._collective("all-reduce", "gradients", part, REPLICA)
+            own = gradients // (self.shards if strategy.gradients else 1)
+            yield self._collective("all-reduce", "gradients", own, REPLICA)
         if self.division.reduced:
             yield self._collective("all-reduce", "activations", self.division.reduced * many, TENSOR)
         if self.division.gathered:
@@ -245,7 +242,7 @@ class Estimator:
         link = self.machines.link(reach)
         return Collective(kind, of, sent, devices, sent / link if link else None, along == TENSOR)
 
-    # ---- who holds what
+    # ---- sharding
 
     @property
     def _mesh(self) -> dict[str, int]:
@@ -262,7 +259,7 @@ class Estimator:
         return axes
 
     def _axis_to_divide(self, shape: Sequence[int], taken: Axes) -> int | None:
-        """The first that gives equal parts, else the longest; none of what is too small for all."""
+        """Return the first axis with equal shards, else the longest; None if all are too short."""
         parts = {axis: self.shards * (self.tensor if axis in taken else 1) for axis in range(len(shape))}
         equal = (axis for axis, count in parts.items() if shape[axis] % count == 0)
         enough = [axis for axis, count in parts.items() if shape[axis] >= count]
@@ -279,8 +276,8 @@ class Estimator:
         return Sharding(self.name, mesh, tensors)
 
 
-def _step_seconds(compute: float | None, told: Sequence[Collective]) -> float | None:
-    if compute is None or any(each.seconds is None for each in told):
+def _step_seconds(compute: float | None, communication: Sequence[Collective]) -> float | None:
+    if compute is None or any(collective.seconds is None for collective in communication):
         return None
-    meanwhile = sum(each.seconds or 0 for each in told if not each.waits)
-    return max(compute, meanwhile) + sum(each.seconds or 0 for each in told if each.waits)
+    meanwhile = sum(collective.seconds or 0 for collective in communication if not collective.waits)
+    return max(compute, meanwhile) + sum(collective.seconds or 0 for collective in communication if collective.waits)

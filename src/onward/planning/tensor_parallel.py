@@ -1,9 +1,9 @@
-"""Products divided among devices: which weights along which axis, and where devices must put their results together.
+"""Tensor parallelism: which weights are sharded along which axis, and where activations are reduced or gathered.
 
-Values of the lowered step are followed in order, forward and back. Each is whole, divided along an axis, or a term of a
-sum over the devices. A product of a whole value divides the columns of its weight; one of a divided value its rows, and
-gives terms. Terms stay terms while they are only added up, so that they are summed once.
-Where an operator cannot go on with what it is given, that is gathered first: always right, and it is counted.
+The values of the lowered step are visited in order, forward and backward. Each is replicated, sharded along an axis, or
+a term of a sum over the devices. A matmul of a replicated value shards the columns of its weight; a matmul of a sharded
+value shards the rows, and gives terms. Terms stay terms while they are only added, so that they are reduced once.
+An operator that cannot compute on shards gathers its inputs first. That is always correct, and counted.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from onward.planning.workload import Workload, bytes_of, dims_of, flops
 
 TERM = "term"
 State = int | str | None
-"""The axis along which a value is divided, `TERM`, or None for one that is whole."""
+"""The axis along which a value is sharded, `TERM`, or None if it is replicated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """How the devices of a group divide a step."""
+    """The sharding of a step over a group of devices."""
 
     weights: Mapping[str, int]
-    """Name -> the axis along which it is divided."""
+    """Name of a weight -> the axis along which it is sharded."""
     shards: Mapping[ir.Value, int]
-    """Into how many parts values are divided."""
+    """Number of shards of values."""
     reduced: int
-    """Bytes of activations and of gradients that are summed over the devices."""
+    """Bytes of activations and gradients that are all-reduced."""
     gathered: int
     flops_saved: int
-    """What others compute in the place of a device."""
+    """Operations that a device leaves to others."""
 
     def parts(self, weight: str, devices: int) -> int:
         return devices if weight in self.weights else 1
 
 
 def divide(work: Workload, devices: int) -> Partition:
-    """Divide the products of a step."""
+    """Shard the matmuls of a step."""
     follower = _Follower(work, devices)
     for node in work.schedule.nodes:
         follower.follow(node)
@@ -57,7 +57,7 @@ class _Follower:
         self.devices = devices
         self.states: dict[ir.Value, State] = {}
         self.weights: dict[ir.Value, State] = {}
-        """Those of parameters that something has decided about."""
+        """States of parameters, once they are decided."""
         self.reduced = self.gathered = self.flops_saved = 0
         self._parameters = {
             v for v in (*work.graph.inputs, *work.graph.initializers.values()) if v.name in work.weights
@@ -65,17 +65,17 @@ class _Follower:
 
     def follow(self, node: ir.Node) -> None:
         rule = _RULES.get(node.op_type)
-        found = rule(self, node) if rule else NotImplemented
-        if found is NotImplemented:
+        state = rule(self, node) if rule else NotImplemented
+        if state is NotImplemented:
             for value in node.inputs:
                 self.whole(value)
-            found = None
-        if found is not None:
-            self.states.update(dict.fromkeys(node.outputs, found))
+            state = None
+        if state is not None:
+            self.states.update(dict.fromkeys(node.outputs, state))
             self.flops_saved += flops(node) * (self.devices - 1) // self.devices if self._is_shared(node) else 0
 
     def finish(self, gradients: Sequence[ir.Value]) -> None:
-        """Gradients of weights that are whole must be whole, and those of divided ones have their parts."""
+        """Reduce gradients that are terms; the others are sharded or replicated like their weights."""
         for value in gradients:
             if self.states.get(value) == TERM:
                 self._sum(value)
@@ -84,7 +84,7 @@ class _Follower:
         return None if value is None else self.states.get(value, self.weights.get(value))
 
     def whole(self, value: ir.Value | None) -> None:
-        """Make it whole for who comes; whoever comes later finds it so."""
+        """Reduce or gather a value for all of its readers."""
         state = self.state(value)
         if value is None or state is None:
             return
@@ -95,18 +95,18 @@ class _Follower:
             self.states[value] = None
 
     def summed(self, value: ir.Value | None) -> State:
-        """Its state, once it is no term any more."""
+        """Return the state of a value after reducing it if it is a term."""
         if value is not None and self.state(value) == TERM:
             self._sum(value)
         return self.state(value)
 
     def claim(self, value: ir.Value | None, axis: int) -> bool:
-        """Divide a parameter that nobody has decided about, or the one that it is turned from, along an axis."""
+        """Shard an undecided parameter, or its transpose, along an axis; True if that is possible."""
         if value is None or self.state(value) is not None:
             return False
-        turned = value.producer()
-        if turned is not None and turned.op_type == "Transpose":
-            claimed = self.claim(turned.inputs[0], _order_of(turned)[axis])
+        producer = value.producer()
+        if producer is not None and producer.op_type == "Transpose":
+            claimed = self.claim(producer.inputs[0], _order_of(producer)[axis])
             self.states |= {value: axis} if claimed else {}
             return claimed
         dims = dims_of(value)
@@ -124,7 +124,7 @@ class _Follower:
         return any(isinstance(state, int) for state in states)
 
 
-# ---- rules: the state of the outputs, or NotImplemented where inputs must be whole first -----------------------------
+# ---- rules: the state of the outputs, or NotImplemented where inputs must be gathered first --------------------------
 
 
 def _matmul(f: _Follower, node: ir.Node) -> State:
@@ -161,17 +161,17 @@ def _gemm(f: _Follower, node: ir.Node) -> State:
 def _product(
     f: _Follower, node: ir.Node, a: ir.Value | None, b: ir.Value | None, of_a: tuple[int, int], of_b: tuple[int, int]
 ) -> State:
-    """`of_a`: its axes of rows and of what is summed over; `of_b`: of what is summed over and of columns."""
+    """Return the state of a matmul; `of_a` are the axes of rows and of the sum, `of_b` of the sum and of columns."""
     rank = len(dims_of(node.outputs[0]) or ())
     sa, sb = f.state(a), f.state(b)
     if TERM in (sa, sb):
         if sa == sb or isinstance(sa, int) or isinstance(sb, int):
             sa, sb = f.summed(a), f.summed(b)
         else:
-            return TERM  # a sum of terms, times what is whole
+            return TERM  # a sum of terms, times a replicated value
     if sa is None and sb is None:
         return None
-    if of_a[1] == sa or of_b[0] == sb:  # the other has its part at hand, or is whole and only a part of it is read
+    if of_a[1] == sa or of_b[0] == sb:  # the other is sharded alike, or replicated: a device reads its slice
         return TERM if (sa in (None, of_a[1]) and sb in (None, of_b[0])) else NotImplemented
     ends = {of_a[0]: rank - 2}, {of_b[1]: rank - 1}
     places = [
@@ -183,21 +183,21 @@ def _product(
 
 
 def _elementwise(f: _Follower, node: ir.Node) -> State:
-    """Terms may be added to terms. They are not multiplied: what is read by several would be summed several times."""
+    """Add terms to terms; others are reduced, since each reader would reduce them again."""
     is_term = [f.state(value) == TERM for value in node.inputs]
     if any(is_term) and (len(is_term) == 1 or all(is_term)) and node.op_type in _LINEAR:
         return TERM
     output = dims_of(node.outputs[0])
     if output is None:
         return NotImplemented
-    found: set[int] = set()
+    axes: set[int] = set()
     for value in node.inputs:
         state, dims = f.summed(value), dims_of(value)
         if isinstance(state, int) and dims is not None:
-            found.add(state + len(output) - len(dims))
-    if len(found) > 1:
+            axes.add(state + len(output) - len(dims))
+    if len(axes) > 1:
         return NotImplemented
-    axis = next(iter(found), None)
+    axis = next(iter(axes), None)
     for value in node.inputs if axis is not None else ():  # a bias, or a factor for each column
         if value is not None and value in f._parameters and len(dims_of(value) or ()) == 1 and axis == len(output) - 1:
             f.claim(value, 0)
@@ -205,7 +205,7 @@ def _elementwise(f: _Follower, node: ir.Node) -> State:
 
 
 def _reshape(f: _Follower, node: ir.Node) -> State:
-    """Along an axis that is split, or that others are put behind, parts stay what they are."""
+    """Keep shards if the axis is split, or merged with axes behind it."""
     state = f.state(node.inputs[0])
     before, after = dims_of(node.inputs[0]), dims_of(node.outputs[0])
     if not isinstance(state, int):
@@ -233,7 +233,7 @@ def _order_of(node: ir.Node) -> list[int]:
 
 
 def _same_axis(f: _Follower, node: ir.Node) -> State:
-    """Operators that leave the axis alone, as lengths show: slices, paddings, expansions, splits."""
+    """Keep shards if the length of the axis is unchanged: slices, padding, expansions, splits."""
     state, dims = f.state(node.inputs[0]), dims_of(node.inputs[0])
     if not isinstance(state, int):
         return state if node.op_type in ("Slice", "Split", "Pad", "Expand") else f.summed(node.inputs[0])
@@ -244,7 +244,7 @@ def _same_axis(f: _Follower, node: ir.Node) -> State:
 
 
 def _along(f: _Follower, node: ir.Node) -> State:
-    """Softmax and its kin need all of an axis."""
+    """Keep shards, except along the axis of a softmax."""
     state, rank = f.summed(node.inputs[0]), len(dims_of(node.inputs[0]) or ())
     return state if state is None or state != node.attributes.get_int("axis", -1) % rank else NotImplemented
 
@@ -256,27 +256,23 @@ def _reduce(f: _Follower, node: ir.Node) -> State:
         return state
     if state == TERM:
         return f.summed(node.inputs[0])
-    given = constant_ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
-    gone = {axis % len(dims) for axis in given} if given else set(range(len(dims)))
-    if state in gone:
+    axes = constant_ints(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] is not None else None
+    reduced = {axis % len(dims) for axis in axes} if axes else set(range(len(dims)))
+    if state in reduced:
         return TERM if is_linear else NotImplemented
     assert isinstance(state, int)
-    return state if node.attributes.get_int("keepdims", 1) else state - sum(axis < state for axis in gone)
+    return state if node.attributes.get_int("keepdims", 1) else state - sum(axis < state for axis in reduced)
 
 
 def _concat(f: _Follower, node: ir.Node) -> State:
     states = {f.state(value) for value in node.inputs}
     rank = len(dims_of(node.outputs[0]) or ())
     state = states.pop() if len(states) == 1 else NotImplemented
-    return (
-        state
-        if state is None or state == TERM or state != node.attributes.get_int("axis", 0) % rank
-        else NotImplemented
-    )
+    return NotImplemented if isinstance(state, int) and state == node.attributes.get_int("axis", 0) % rank else state
 
 
 def _gather(f: _Follower, node: ir.Node) -> State:
-    """Rows of a table, each of which one device has: the others give zeros."""
+    """Shard the rows of an embedding: a device gives zeros for the rows of others."""
     table, index = node.inputs
     if f.state(index) is None and node.attributes.get_int("axis", 0) == 0 and len(dims_of(table) or ()) == 2:
         return TERM if f.claim(table, 0) or f.state(table) == 0 else NotImplemented

@@ -1,4 +1,4 @@
-"""What one pass of a training model asks of a machine: its weights, what is kept for the way back, its operations."""
+"""The cost of one forward and backward pass: weights, saved activations, floating-point operations."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from onward.planning.schedule import Kernel, LoweredBlock, MemorySchedule, Usage
 from onward.transform.types import fill_in_types
 
 FUSES_ATTENTION = ("torch", "jax")
-"""The engines that compute attention without keeping its scores."""
+"""Engines that compute attention without storing its scores."""
 
 _EXACT = {
     "Exp", "Log", "Pow", "Softmax", "LogSoftmax", "CumSum", "SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss",
     "ReduceSum", "ReduceMean", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp",
     "ReduceSumSquare", "LayerNormalization", "BatchNormalization",
 }  # fmt: skip
-"""What is computed in float32 where products are not."""
+"""Operators that are computed in float32 where matmuls are not, as in `torch.autocast`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PlannedWeight:
-    """A tensor of the state that is read in the forward pass, and all that training adds to it, in bytes."""
+    """A weight that the forward pass reads, with the bytes of its gradient and optimizer state."""
 
     name: str
     shape: tuple[int, ...]
     bytes: int
     gradient: int = 0
     state: int = 0
-    """Moments, copies in float32, averages, accumulated gradients."""
+    """Moments, float32 master weights, averages, accumulated gradients."""
     slots: tuple[str, ...] = ()
-    """Those of them that have its shape."""
+    """Names of the state that has the shape of the weight."""
 
     @property
     def elements(self) -> int:
@@ -51,7 +51,7 @@ class PlannedWeight:
 
 
 class Workload:
-    """One pass for a batch of a fixed size, which is a device's part."""
+    """One forward and backward pass of a device, for a batch of fixed size."""
 
     def __init__(self, model: Model, step: int, engine: str, precision: str | None):
         lowered = lower_for_engine(model, step, "gradients")
@@ -64,14 +64,14 @@ class Workload:
                 self.graph,
                 self.contract,
                 kernels,
-                lambda v: dims_of(v) in scores or _stays_in_a_rule(v),
+                lambda v: dims_of(v) in scores or _is_inside_a_rule(v),
                 _ends_cross_entropy,
             )
         else:
             self.schedule = MemorySchedule(self.graph, self.contract)
         tensors = (v for v in self.schedule.tensors() if _is_float(v) and not (v.shape and len(v.shape) < 2))
         self.unknown = sum(dims_of(v) is None for v in tensors)
-        """How many have a size that nothing tells, lists aside."""
+        """Number of tensors of unknown size, without vectors."""
         self.precision = precision
         self.weights, self.other_state = _weights(self.graph, self.contract, carried_state(model, step))
         self.blocks = _blocks(model, step, self.schedule.forward, self.weights)
@@ -79,7 +79,7 @@ class Workload:
 
     @property
     def outside(self) -> list[PlannedWeight]:
-        """Weights that belong to no block."""
+        """The weights outside all blocks."""
         inside = {name for block in self.blocks for name in block.weights}
         return [weight for weight in self.weights.values() if weight.name not in inside]
 
@@ -96,41 +96,41 @@ class Workload:
 
     @property
     def flops_of_blocks(self) -> int:
-        """Those of the forward pass that are spent again where blocks are computed twice."""
+        """Operations that recomputing blocks adds."""
         return sum(flops(node) for block in self.blocks for node in block.nodes)
 
     def usage(self, *, recompute: bool, shards: Mapping[ir.Value, int] = {}) -> Usage:
-        """What is in memory meanwhile; `shards`: into how many parts values are divided among devices."""
+        """Return the memory used; `shards` is the number of devices that each value is divided among."""
         sizes = self._sizes
         return self.schedule.usage(lambda v: sizes[v] // shards.get(v, 1), self.blocks if recompute else ())
 
     def computed_bytes(self, weight: PlannedWeight) -> int:
-        """What a weight takes in the type that it is computed with."""
+        """Return the bytes of a weight in the type that it is computed with."""
         if self.precision is None or weight.name not in self._in_products:
             return weight.bytes
         return min(weight.bytes, 2 * weight.elements)
 
     @property
     def copies(self) -> int:
-        """What copies of weights in the type of products take, which are kept from the first product to the last."""
-        both = ((self.computed_bytes(weight), weight.bytes) for weight in self.weights.values())
-        return sum(few for few, all_ in both if few != all_)
+        """Bytes of the copies of weights in the type of matmuls, which stay from the first matmul to the last."""
+        sizes = ((self.computed_bytes(weight), weight.bytes) for weight in self.weights.values())
+        return sum(computed for computed, stored in sizes if computed != stored)
 
     @functools.cached_property
     def _in_products(self) -> set[str]:
-        """The names of weights that products read."""
+        """Names of the weights that matmuls read."""
         products = [node for node in self.schedule.forward if node.op_type in PRODUCTS]
         sources = (source_of(value, {"Transpose", "Reshape", "Identity"}) for node in products for value in node.inputs)
         return {value.name or "" for value in sources if value is not None}
 
     @functools.cached_property
     def _sizes(self) -> dict[ir.Value, int]:
-        made = {v: bytes_of(v) for node in self.schedule.nodes for v in node.outputs}
-        return made if self.precision is None else {**made, **_sizes_in_half(self.schedule)}
+        sizes = {v: bytes_of(v) for node in self.schedule.nodes for v in node.outputs}
+        return sizes if self.precision is None else sizes | _sizes_in_half(self.schedule)
 
 
 def _sizes_in_half(schedule: MemorySchedule) -> dict[ir.Value, int]:
-    """Sizes with products in 16 bits: results stay so until something needs more, as `torch.autocast` has it."""
+    """Return sizes with matmuls in 16 bits: results stay in 16 bits until an operator needs more, as in autocast."""
     width: dict[ir.Value, int] = {}
     backward = set(schedule.backward)
     for node in schedule.nodes:
@@ -139,18 +139,18 @@ def _sizes_in_half(schedule: MemorySchedule) -> dict[ir.Value, int]:
         is_product = node.op_type in PRODUCTS or _adds_bias(node)
         few = 2 if is_product else 4 if node.op_type in _EXACT else widest
         width.update({v: min(few, bytes_of(v) // elements(v)) for v in node.outputs if _is_float(v) and elements(v)})
-    for value in schedule.kept():
+    for value in schedule.saved():
         readers = [node for node in value.consumers() if node in backward]
         if value in width and all(node.op_type in PRODUCTS | {"Reshape", "Transpose"} for node in readers):
-            width[value] = min(2, width[value])  # a product keeps what it was given in 16 bits
+            width[value] = min(2, width[value])  # a matmul saves its inputs in 16 bits
     return {value: elements(value) * size for value, size in width.items() if value not in schedule.gradients}
 
 
 def _adds_bias(node: ir.Node) -> bool:
-    """Whether a node adds a row to a product, which frameworks do with the product."""
-    made = [value.producer() for value in node.inputs if value is not None]
+    """True if a node adds a bias to a matmul: frameworks fuse the two."""
+    producers = [value.producer() for value in node.inputs if value is not None]
     rows = [len(dims_of(value) or ()) for value in node.inputs if value is not None and value.producer() is None]
-    return node.op_type == "Add" and rows == [1] and any(each is not None and each.op_type in PRODUCTS for each in made)
+    return node.op_type == "Add" and rows == [1] and any(p is not None and p.op_type in PRODUCTS for p in producers)
 
 
 def _is_float(value: ir.Value | None) -> bool:
@@ -164,12 +164,12 @@ def _refuse_open_sizes(graph: ir.Graph, contract: Contract) -> None:
             shown = ", ".join(map(str, value.shape)) if value.shape is not None else "?"
             raise ArgumentError(
                 f"the sizes of `{value.name}` are open: [{shown}]",
-                hint=f"say them, for example `--shape {value.name}={','.join(['N', *rest])}`",
+                hint=f"give them: `--shape {value.name}={','.join(['N', *rest])}`",
             )
 
 
-def _stays_in_a_rule(value: ir.Value) -> bool:
-    """Whether it is only a step of the derivative of one operator, for which a framework has one kernel."""
+def _is_inside_a_rule(value: ir.Value) -> bool:
+    """True if a value is intermediate in the derivative of one operator: frameworks have one kernel for that."""
     node = value.producer()
     scope = (node.name or "").rpartition("/")[0] if node is not None else ""
     readers = [(reader.name or "").rpartition("/")[0] for reader in value.consumers()]
@@ -177,24 +177,26 @@ def _stays_in_a_rule(value: ir.Value) -> bool:
 
 
 def _ends_cross_entropy(node: ir.Node) -> bool:
-    """Frameworks go back through the logarithm of probabilities, and hold its gradient beside that of the logits."""
+    """True if frameworks hold two gradients here: of the log-probabilities and of the logits."""
     return node.op_type == "ScatterElements" and (node.name or "").endswith("SoftmaxCrossEntropyLoss/ScatterElements")
 
 
 def _attention(model: Model, lowered: ir.Graph) -> tuple[list[Kernel], set[tuple[int, ...] | None]]:
-    """The attention in a step that has not been differentiated, by its values in the one that has been; and the shapes
-    of scores, also turned."""
-    nodes, known = list(model.graph), {value.name: value for value in values(lowered)}
+    """Return the attention kernels, as values of the lowered step, and the shapes of scores, also transposed.
+
+    `model` is the step before differentiation, where attention still matches.
+    """
+    nodes, by_name = list(model.graph), {value.name: value for value in values(lowered)}
     kernels, shapes = [], {_scores_of(node) for node in nodes if node.op_type == "Attention"}
     for match in matches(nodes, set(model.graph.outputs), ("Attention",)):
         if isinstance(match, Attention):
             output = match.nodes[-1].outputs[0]
-            inner = [known.get(v.name) for node in match.nodes for v in node.outputs if v is not output]
-            kept = [known.get(v.name) for v in (match.q, match.k, match.v, output)]
-            kernels.append(Kernel([v for v in inner if v is not None], [v for v in kept if v is not None]))
-            soft = (known.get(node.outputs[0].name) for node in match.nodes if node.op_type == "Softmax")
+            inner = [by_name.get(v.name) for node in match.nodes for v in node.outputs if v is not output]
+            saved = [by_name.get(v.name) for v in (match.q, match.k, match.v, output)]
+            kernels.append(Kernel([v for v in inner if v is not None], [v for v in saved if v is not None]))
+            soft = (by_name.get(node.outputs[0].name) for node in match.nodes if node.op_type == "Softmax")
             shapes.update(dims_of(value) for value in soft)
-    return kernels, {turned for s in shapes if s for turned in (s, (*s[:-2], s[-1], s[-2]))}
+    return kernels, {shape for s in shapes if s for shape in (s, (*s[:-2], s[-1], s[-2]))}
 
 
 def _scores_of(node: ir.Node) -> tuple[int, ...] | None:
@@ -206,26 +208,26 @@ def _scores_of(node: ir.Node) -> tuple[int, ...] | None:
 
 
 def _weights(graph: ir.Graph, contract: Contract, state: Iterable[State]) -> tuple[dict[str, PlannedWeight], int]:
-    """What the forward pass reads of the state and of frozen weights; and the bytes of all other state."""
+    """Return the weights that the forward pass reads, trainable and frozen, and the bytes of all other state."""
     gradients = {x: bytes_of(value) for value in graph.outputs if (x := contract.gradients.get(value.name or ""))}
     read = {value.name or "": value for value in graph.inputs if value.name in contract.state}
     added: dict[str, list[State]] = {name: [] for name in gradients}
     other = 0
-    for each in state:
-        owner = each.parameter or each.name.rpartition("/")[0]
-        if each.name not in gradients and owner in added:
-            added[owner].append(each)
-        elif each.name not in gradients:
-            other += each.nbytes
-    known = {name: value for name, value in read.items() if name in gradients}
-    known |= {name: value for name, value in graph.initializers.items() if _is_float(value) and elements(value) > 1}
-    return {name: _weight(value, gradients.get(name, 0), added.get(name, [])) for name, value in known.items()}, other
+    for entry in state:
+        owner = entry.parameter or entry.name.rpartition("/")[0]
+        if entry.name not in gradients and owner in added:
+            added[owner].append(entry)
+        elif entry.name not in gradients:
+            other += entry.nbytes
+    tensors = {name: value for name, value in read.items() if name in gradients}
+    tensors |= {name: value for name, value in graph.initializers.items() if _is_float(value) and elements(value) > 1}
+    return {name: _weight(value, gradients.get(name, 0), added.get(name, [])) for name, value in tensors.items()}, other
 
 
 def _weight(value: ir.Value, gradient: int, added: Sequence[State]) -> PlannedWeight:
     shape = dims_of(value) or ()
-    slots = tuple(each.name for each in added if _stored_shape(each) == shape)
-    return PlannedWeight(value.name or "", shape, bytes_of(value), gradient, sum(each.nbytes for each in added), slots)
+    slots = tuple(state.name for state in added if _stored_shape(state) == shape)
+    return PlannedWeight(value.name or "", shape, bytes_of(value), gradient, sum(s.nbytes for s in added), slots)
 
 
 def _stored_shape(state: State) -> tuple[int, ...]:
@@ -237,36 +239,36 @@ def _stored_shape(state: State) -> tuple[int, ...]:
 
 
 def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collection[str]) -> list[LoweredBlock]:
-    """The blocks of the inference graph, as they are in the forward pass of a lowered step."""
-    parts = [part for part in cut_into_parts(model, weights) if part.kind is not None]
-    made = {value.name: i for i, part in enumerate(parts) for node in part.nodes for value in node.outputs}
+    """Return the blocks of the inference graph in the forward pass of a lowered step."""
+    layers = [layer for layer in cut_into_parts(model, weights) if layer.kind is not None]
+    block_of = {value.name: i for i, layer in enumerate(layers) for node in layer.nodes for value in node.outputs}
     in_training = model.step(step).fact("train.forward") or {}
-    places: dict[ir.Node, int | None] = {}
+    blocks: dict[ir.Node, int | None] = {}
     for node in reversed(forward):
         outputs = [in_training.get(value.name, value.name) for value in node.outputs]
-        known = [made[name] for name in outputs if name in made]
-        readers = {places[reader] for value in node.outputs for reader in value.consumers() if reader in places}
-        # what a node was expanded to is where its readers are
-        places[node] = known[0] if known else readers.pop() if len(readers) == 1 else None
-    nodes: list[list[ir.Node]] = [[] for _ in parts]
+        computed_by = [block_of[name] for name in outputs if name in block_of]
+        readers = {blocks[reader] for value in node.outputs for reader in value.consumers() if reader in blocks}
+        # nodes that an operator was expanded to belong to the block that reads them
+        blocks[node] = computed_by[0] if computed_by else readers.pop() if len(readers) == 1 else None
+    nodes: list[list[ir.Node]] = [[] for _ in layers]
     for node in forward:
-        if (place := places[node]) is not None:
-            nodes[place].append(node)
-    own = [{value.name or "" for value in part.initializers} & set(weights) for part in parts]
-    return [LoweredBlock(part.name, found, names) for part, found, names in zip(parts, nodes, own, strict=True)]
+        if (block := blocks[node]) is not None:
+            nodes[block].append(node)
+    own = [{value.name or "" for value in layer.initializers} & set(weights) for layer in layers]
+    return [LoweredBlock(*row) for row in zip((layer.name for layer in layers), nodes, own, strict=True)]
 
 
 # ---- sizes and floating-point operations -----------------------------------------------------------------------------
 
 
 def dims_of(value: ir.Value | None) -> tuple[int, ...] | None:
-    """The sizes of a tensor; None if one of them is not known."""
+    """Return the shape of a tensor; None if it is not static."""
     shape = value.shape if value is not None else None
     return tuple(shape.numpy()) if shape is not None and shape.is_static() else None
 
 
 def elements(value: ir.Value | None) -> int:
-    """As many numbers as a tensor has; none if that is not known."""
+    """Return the number of elements; 0 if it is unknown."""
     dims = dims_of(value)
     return 0 if dims is None else math.prod(dims)
 
@@ -275,24 +277,20 @@ def bytes_of(value: ir.Value) -> int:
     return math.ceil(elements(value) * value.dtype.itemsize) if value.dtype is not None else 0
 
 
-# A multiplication and an addition count as two. What is not a matmul counts one for each element that it makes: next to
-# matmuls that is little.
+# A multiply-add counts as two. Other operators count one per element of their outputs: next to matmuls that is little.
 
 
 def flops(node: ir.Node) -> int:
-    """Those of a node, and of graphs nested in it, each of which runs once but for the body of a Scan."""
+    """Return the operations of a node and of its nested graphs: a body of a Scan runs many times, others once."""
     own = _PRODUCTS.get(node.op_type)
-    inner = sum(flops(each) for graph in nested_graphs(node) for each in graph)
-    return (own(node) if own else sum(elements(output) for output in node.outputs)) + inner * _times(node)
+    inner = sum(flops(nested) for graph in nested_graphs(node) for nested in graph)
+    sequence = node.inputs[-1] if node.op_type == "Scan" and node.inputs else None
+    times = next(iter(_sizes(sequence)), 1)
+    return (own(node) if own else sum(elements(output) for output in node.outputs)) + inner * times
 
 
 def _sizes(value: ir.Value | None) -> tuple[int, ...]:
     return dims_of(value) or ()
-
-
-def _times(node: ir.Node) -> int:
-    read = node.inputs[-1] if node.op_type == "Scan" and node.inputs else None
-    return next(iter(_sizes(read)), 1)
 
 
 def _matmul(node: ir.Node) -> int:
@@ -306,15 +304,12 @@ def _gemm(node: ir.Node) -> int:
 
 
 def _conv(node: ir.Node) -> int:
-    return 2 * elements(node.outputs[0]) * math.prod(_sizes(node.inputs[1])[1:])
-
-
-def _conv_transpose(node: ir.Node) -> int:
-    return 2 * elements(node.inputs[0]) * math.prod(_sizes(node.inputs[1])[1:])
+    positions = node.inputs[0] if node.op_type == "ConvTranspose" else node.outputs[0]  # of the kernel
+    return 2 * elements(positions) * math.prod(_sizes(node.inputs[1])[1:])
 
 
 def _einsum(node: ir.Node) -> int:
-    """Each combination of indices once for each factor."""
+    """Count each combination of indices once per factor."""
     terms = node.attributes.get_string("equation", "").replace(" ", "").partition("->")[0].split(",")
     sizes: dict[str, int] = {}
     for term, value in zip(terms, node.inputs, strict=False):
@@ -323,7 +318,7 @@ def _einsum(node: ir.Node) -> int:
 
 
 def _recurrent(node: ir.Node) -> int:
-    """Each step multiplies the input and the last state by the weights of all gates."""
+    """Count, in each step, the input and the last state times the weights of all gates."""
     length, batch, *_ = (*_sizes(node.inputs[0]), 0, 0)
     return 2 * length * batch * (elements(node.inputs[1]) + elements(node.inputs[2]))
 
@@ -332,11 +327,11 @@ _PRODUCTS: dict[str, Callable[[ir.Node], int]] = {
     "MatMul": _matmul,
     "Gemm": _gemm,
     "Conv": _conv,
-    "ConvTranspose": _conv_transpose,
+    "ConvTranspose": _conv,
     "Einsum": _einsum,
     "LSTM": _recurrent,
     "GRU": _recurrent,
     "RNN": _recurrent,
 }
 PRODUCTS = frozenset(_PRODUCTS)
-"""Operators that are computed in the precision that is chosen for products."""
+"""Operators that `--precision` applies to."""
