@@ -1,11 +1,11 @@
-"""The interface that ONNX has for backends, on each engine: what its own test suite drives.
+"""ONNX's backend interface on each engine, as its test suite needs it.
 
     prepared = onward.backend.prepare(model, "CPU", engine="torch")
     y, *others = prepared.run([x])
 
     BackendTest(onward.backend.for_engine("torch"), __name__)      # onnx.backend.test
 
-Any model can be executed, with or without training information: what is computed is its main graph.
+The main graph of any model is executed, with or without training information.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-_OF_THE_RUNNER = ("rtol", "atol")
-"""What the test runner tells a backend, although it is for itself."""
-
-
 class Prepared(BackendRep):
     """A model that is ready to run."""
 
@@ -50,23 +46,23 @@ class Prepared(BackendRep):
         self._results = namedtupledict("Outputs", self._names)
 
     def run(self, inputs: Any, **_: Any) -> tuple[Any, ...]:
-        """The outputs, in their order and by name. Inputs are a mapping, a list in their order, or the only one.
+        """Return the outputs as a named tuple. Inputs are a mapping, a list in order, or the only input.
 
-        A tensor is an array, a sequence is a list, an optional that is empty is None.
+        A tensor is an array, a sequence is a list, an empty optional is None.
         """
-        given = {name: _value(self._declared.get(name), value) for name, value in self._named(inputs).items()}
+        values = {name: _value(self._declared.get(name), value) for name, value in self._named(inputs).items()}
         with _skip_unsupported():
-            results = self._compute(given)
+            results = self._compute(values)
         return self._results(*(results[name] for name in self._names))
 
     def _named(self, inputs: Any) -> Mapping[str, Any]:
         if isinstance(inputs, Mapping):
             return inputs
-        given = inputs if isinstance(inputs, list | tuple) else [inputs]
-        expected = self._required if len(given) <= len(self._required) else list(self._declared)
-        if len(given) > len(expected):
-            raise DataError(f"there are {len(given)} inputs, and the model takes {len(expected)}")
-        return dict(zip(expected, given, strict=False))
+        values = inputs if isinstance(inputs, list | tuple) else [inputs]
+        names = self._required if len(values) <= len(self._required) else list(self._declared)
+        if len(values) > len(names):
+            raise DataError(f"got {len(values)} inputs, but the model has {len(names)}")
+        return dict(zip(names, values, strict=False))
 
 
 def prepare(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any) -> Prepared:
@@ -74,11 +70,11 @@ def prepare(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", 
 
         y, *others = onward.backend.prepare("model.onnx", "CPU", engine="torch").run([x])
 
-    - `model`: any model; what is computed is its main graph
+    - `model`: any model; its main graph is executed
     - `device`: `CPU`, `CUDA`, `CUDA:1`
     - `engine`, `options`: as for `onward.engines.start`
     """
-    for name in _OF_THE_RUNNER:
+    for name in ("rtol", "atol"):  # ONNX's test runner passes its tolerances on to the backend
         options.pop(name, None)
     opened = load(model)
     with _skip_unsupported():
@@ -88,7 +84,7 @@ def prepare(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", 
 def run_model(
     model: Source, inputs: Any, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any
 ) -> tuple[Any, ...]:
-    """The outputs of a model: `prepare` and `run` in one.
+    """Return the outputs of a model: `prepare` and `run` in one.
 
     - `model`, `device`, `engine`, `options`: as for `prepare`
     - `inputs`: as for `Prepared.run`
@@ -106,26 +102,27 @@ def run_node(
     opset_version: int | None = None,
     **options: Any,
 ) -> tuple[Any, ...]:
-    """The outputs of a single operator.
+    """Return the outputs of a single operator.
 
-    - `node`: the operator; `opset_version`: of which version, the newest unless given
+    - `node`: the operator
     - `inputs`, `device`, `engine`, `options`: as for `run_model`
-    - `outputs_info`: types of the outputs, which need not be known
+    - `outputs_info`: ignored
+    - `opset_version`: version of the operator set (default: the newest)
     """
-    given = inputs if isinstance(inputs, list | tuple) else [inputs]
+    arrays = inputs if isinstance(inputs, list | tuple) else [inputs]
     names = dict.fromkeys(name for name in node.input if name)
-    typed = [helper.make_value_info(name, _type(value)) for name, value in zip(names, given, strict=True)]
+    typed = [helper.make_value_info(name, _type(value)) for name, value in zip(names, arrays, strict=True)]
     outputs = [onnx.ValueInfoProto(name=name) for name in node.output if name]
     version = opset_version or defs.onnx_opset_version()
     imports = [helper.make_opsetid("", version)]
     if not is_standard(node):
         imports.append(helper.make_opsetid(node.domain, defs.get_schema(node.op_type, node.domain).since_version))
     graph = helper.make_graph([node], "node", typed, outputs)
-    return run_model(helper.make_model(graph, opset_imports=imports), list(given), device, engine=engine, **options)
+    return run_model(helper.make_model(graph, opset_imports=imports), list(arrays), device, engine=engine, **options)
 
 
 def supports_device(device: str, *, engine: str = "onnxruntime") -> bool:
-    """Whether an engine is there, and has a device.
+    """True if an engine is installed and has a device.
 
     - `device`, `engine`: as for `prepare`
     """
@@ -134,7 +131,7 @@ def supports_device(device: str, *, engine: str = "onnxruntime") -> bool:
 
 
 def is_compatible(model: Source, device: str = "CPU", *, engine: str = "onnxruntime", **options: Any) -> bool:
-    """Whether an engine executes a model.
+    """True if an engine can execute a model.
 
     - `model`, `device`, `engine`, `options`: as for `prepare`
     """
@@ -147,23 +144,23 @@ def is_compatible(model: Source, device: str = "CPU", *, engine: str = "onnxrunt
 
 @functools.cache
 def for_engine(engine: str) -> type[Backend]:
-    """The same five functions for one engine, as the class that `onnx.backend.test.BackendTest` takes.
+    """Return the five functions for one engine as a class for `onnx.backend.test.BackendTest`.
 
-    - `engine`: its name
+    - `engine`: name of the engine
     """
     check_engine(engine)
     functions = (is_compatible, prepare, run_model, run_node, supports_device)
-    bound = {each.__name__: staticmethod(functools.partial(each, engine=engine)) for each in functions}
+    bound = {f.__name__: staticmethod(functools.partial(f, engine=engine)) for f in functions}
     return type(f"{engine}_backend", (Backend,), bound)
 
 
 def _device(name: str) -> str:
-    """What engines call a device that ONNX calls `CUDA:0`."""
+    """Return the device of an engine that ONNX calls `CUDA:0`."""
     return str(coerce("`device`", name, str)).lower().removesuffix(":0")
 
 
 def _value(declared: ir.Value | None, value: Any) -> Any:
-    """An input as engines take it; what is no array yet is made one of the type that the model wants."""
+    """Return an input for an engine: numbers become arrays of the type that the model declares."""
     is_tensor = declared is not None and isinstance(declared.type, ir.TensorType)
     if value is None or (isinstance(value, list) and not is_tensor):
         return value and [_value(None, item) for item in value]
@@ -179,7 +176,7 @@ def _type(value: Any) -> onnx.TypeProto:
 
 @contextmanager
 def _skip_unsupported() -> Iterator[None]:
-    """Let the test runner skip what an engine does not do; for everyone else it is refused, as ever."""
+    """Raise refusals as an error that is also the one by which ONNX's test runner skips a test."""
     try:
         yield
     except UnsupportedError as error:
@@ -188,6 +185,6 @@ def _skip_unsupported() -> Iterator[None]:
 
 @functools.cache
 def _not_implemented() -> type[UnsupportedError]:
-    from onnx.backend.test.runner import BackendIsNotSupposedToImplementIt  # which loads the reference implementation
+    from onnx.backend.test.runner import BackendIsNotSupposedToImplementIt  # slow to import
 
     return type("NotImplementedByEngine", (UnsupportedError, BackendIsNotSupposedToImplementIt), {})

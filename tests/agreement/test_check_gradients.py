@@ -290,10 +290,14 @@ def test_inputs_that_y_does_not_need_may_be_given():
     [
         ({"y": "logit"}, "no value `logit`", "logits"),
         ({"xs": ["fc1.weigth"]}, "no value `fc1.weigth`", "fc1.weight"),
-        ({"y": "hidden", "xs": ["fc2.bias"]}, "`hidden` does not depend on `fc2.bias`", "leave"),
+        ({"y": "hidden", "xs": ["fc2.bias"]}, "`hidden` does not depend on `fc2.bias`", "remove"),
         ({"inputs": {"imagé": np.zeros((2, 64))}}, "no input `imagé`", "image"),
-        ({"inputs": {"image": np.zeros((2, 63))}}, r"`image` must be float32 \[N, 64\], not float64 \[2, 63\]", "like"),
-        ({"inputs": {"image": np.zeros((2, 64), bool)}}, "not bool", "like"),
+        (
+            {"inputs": {"image": np.zeros((2, 63))}},
+            r"`image` must be float32 \[N, 64\], not float64 \[2, 63\]",
+            "such an array",
+        ),
+        ({"inputs": {"image": np.zeros((2, 64), bool)}}, "not bool", "such an array"),
     ],
 )
 def test_mistakes_are_named(arguments, message, hint):
@@ -395,7 +399,7 @@ def test_the_command_prints_a_table(digits):
 
 def test_the_command_fails_where_a_gradient_is_wrong(digits, monkeypatch):
     break_rule(monkeypatch, "Relu", doubled)
-    assert "to blame: Relu (node `relu`)" in run(digits, code=1)
+    assert "first wrong operator: Relu (node `relu`)" in run(digits, code=1)
     found = json.loads(run(digits, "--json", code=1))
     assert not found["ok"] and found["culprit"]["operator"] == "Relu"
     assert {row["x"]: row["verdict"] for row in found["rows"]}["image"] == "wrong"

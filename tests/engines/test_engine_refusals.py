@@ -212,7 +212,7 @@ def test_results_that_there_are_not(name):
         results = engine.step(GOOD), engine.evaluate(GOOD), engine.gradients(GOOD), engine.state()
         for named, wrong, right in zip(results, ("los", "logit", "fc1.weights", "fc1.weights"),
                                        ("loss", "logits", "fc1.weight", "fc1.weight"), strict=True):  # fmt: skip
-            with pytest.raises(KeyError, match=f"no result `{wrong}`\nhint: .*`{right}`"):
+            with pytest.raises(KeyError, match=f"unknown result `{wrong}`\nhint: .*`{right}`"):
                 named[wrong]
             assert named.get(wrong) is None and wrong not in named and right in named
 

@@ -4,12 +4,14 @@ import itertools
 
 import numpy as np
 import pytest
-from framework_training import MODES, STEPS, assert_trains_alike
-from lowered import CASES, FLAT, penalised
+from framework_training import MODES, STEPS, assert_trains_alike, trained
+from lowered import CASES, FLAT, SQUARE, penalised
 from marks import needs
-from models import digits_mlp
+from models import digits_mlp, small_cnn
 
 import onward
+from onward.engines import FRAMEWORKS, start
+from onward.errors import UnknownNameError, UnsupportedError
 from onward.model import load
 from onward.recipe.optimizers import OPTIMIZERS
 
@@ -84,3 +86,56 @@ def test_optimizers(name, engine):
     trainable = "*.weight" if name == "muon" else None  # it is for matrices
     model = onward.prepare(digits_mlp(8), loss="cross_entropy", optimizer=name, trainable=trainable)
     assert_trains_alike(model, [FLAT] * STEPS, engine=engine)
+
+
+@pytest.mark.slow
+@needs("torch")
+@ON_EACH
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "if and loop", "while"])
+def test_trains_what_pytorch_exports(name, mode, engine):
+    """Also compiled: on TensorFlow, a loop that ends when the data say so is in the graph; JAX does not compile it."""
+    from training_cases import CASES, arrays, exported, made, prepared
+
+    if name == "while" and engine == "jax":
+        pytest.skip("test_jax_engine.py has it")
+    case = CASES[name]
+    subject = made(case)
+    model = prepared(case, subject, exported(case, subject))
+    batches = [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(STEPS)]
+    idle = ["key.bias", "k_proj.bias", "c_attn.bias"]
+    assert_trains_alike(model, batches, idle, engine=engine, **MODES[mode])
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def cnn():
+    return onward.prepare(small_cnn(), loss="cross_entropy", optimizer="adam:lr=1e-2")
+
+
+@pytest.mark.slow("bfloat16-jax", "float16-jax", "float16-tensorflow")
+@ON_EACH
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_matmuls_in_16_bits(precision, engine):
+    """Losses are near, but not equal; weights stay float32."""
+    exact, _ = trained(cnn(), [SQUARE] * STEPS, engine=engine)
+    losses, state = trained(cnn(), [SQUARE] * STEPS, engine=engine, precision=precision)
+    assert losses != exact
+    np.testing.assert_allclose(losses[:5], exact[:5], rtol=2e-2)
+    assert losses[-1] < 0.5 * losses[0]
+    assert state["fc.weight"].dtype == np.float32
+
+
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=needs(name)) for name in FRAMEWORKS])
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ({"device": "abacus"}, UnknownNameError, "no device `abacus`"),
+        ({"precision": "bfloat61"}, UnknownNameError, "unknown precision `bfloat61`"),
+        ({"speed": 11}, UnsupportedError, "no option `speed`"),
+    ],
+)
+def test_unknown_options(option, error, message, engine):
+    with pytest.raises(error, match=message):
+        start(cnn(), engine=engine, **option)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from control_flow import CASES as CONTROL_FLOW
-from framework_training import STEPS, assert_trains_alike, equal_layers, trained
+from framework_training import assert_trains_alike, equal_layers
 from lowered import SQUARE
 from marks import needs
 from models import small_cnn
@@ -22,7 +22,6 @@ from onward.differentiate.gradients import lower_gradients
 from onward.engines import function, start
 from onward.engines.framework import framework_of
 from onward.engines.framework_engine import computation, interpreter
-from onward.errors import UnknownNameError, UnsupportedError
 from onward.lowering.step import lower_for_engine
 from onward.model import load
 from onward.model.state import carried_state
@@ -34,20 +33,6 @@ trains_alike = functools.partial(assert_trains_alike, engine="jax")
 
 
 # ---- the same as on ONNX Runtime -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs("torch")
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "if and loop"])
-def test_trains_what_pytorch_exports(name, compiled):
-    from training_cases import CASES, arrays, exported, made, prepared
-
-    case = CASES[name]
-    subject = made(case)
-    model = prepared(case, subject, exported(case, subject))
-    batches = [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(STEPS)]
-    trains_alike(model, batches, idle=["key.bias", "k_proj.bias", "c_attn.bias"], compile=compiled)
 
 
 @pytest.mark.slow
@@ -212,24 +197,3 @@ def test_steps_leave_the_model_and_the_batch_alone():
             engine.step(SQUARE)
     for name, array in before.items():
         np.testing.assert_array_equal(model.graph.initializers[name].const_value.numpy(), array, err_msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_products_of_fewer_bits(precision):
-    """Losses are near, though not the same; weights remain float32."""
-    exact, _ = trained(cnn(), [SQUARE] * STEPS, engine="jax")
-    found, state = trained(cnn(), [SQUARE] * STEPS, engine="jax", precision=precision)
-    assert found != exact
-    np.testing.assert_allclose(found[:5], exact[:5], rtol=2e-2)
-    assert found[-1] < 0.5 * found[0]
-    assert state["fc.weight"].dtype == np.float32
-
-
-def test_options_that_there_are_not():
-    with pytest.raises(UnknownNameError, match="no device `abacus`"):
-        start(cnn(), engine="jax", device="abacus")
-    with pytest.raises(UnknownNameError, match="no precision `int8`"):
-        start(cnn(), engine="jax", precision="int8")
-    with pytest.raises(UnsupportedError, match="no option `speed`"):
-        start(cnn(), engine="jax", speed=11)

@@ -131,7 +131,7 @@ def test_rules_come_first() -> None:
     assert layout.spec("h1_q", (16, 16)) == (("model",), ())
     with pytest.raises(onward.Error, match="matches no tensor"):
         MeshLayout(model, 0, "fsdp=2", 4, {"h7_*": "fsdp"})
-    with pytest.raises(onward.Error, match="cannot divide equally"):
+    with pytest.raises(onward.Error, match="cannot shard 40 elements equally"):
         MeshLayout(model, 0, "fsdp=3", 4, {"words": "fsdp"}).spec("words", (40, 16))
 
 
@@ -150,9 +150,9 @@ def test_the_mesh_in_a_file(tmp_path: Path) -> None:
     [
         ({"mesh": "data=64"}, "64 devices", "XLA_FLAGS"),
         ({"mesh": "dat=2"}, "no axis `dat`", "data"),
-        ({"mesh": "data=two"}, "`data=two` is no axis with a size", "data=4,model=2"),
-        ({"mesh": "data=1", "sync_batch_norm": False}, "whole batch", "sync_batch_norm"),
-        ({"mesh": "data=1", "compile": False}, "compiled as a whole", "compile"),
+        ({"mesh": "data=two"}, "cannot read `data=two`", "data=4,model=2"),
+        ({"mesh": "data=1", "sync_batch_norm": False}, "global statistics", "sync_batch_norm"),
+        ({"mesh": "data=1", "compile": False}, "always compiled", "compile"),
         ({"mesh": "file"}, "says nothing about devices", "onward plan"),
     ],
 )

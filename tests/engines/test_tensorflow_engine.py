@@ -9,7 +9,7 @@ import gradcheck
 import numpy as np
 import pytest
 from control_flow import CASES as CONTROL_FLOW
-from framework_training import MODES, STEPS, assert_trains_alike, trained
+from framework_training import assert_trains_alike
 from lowered import SQUARE
 from marks import needs
 from models import small_cnn
@@ -21,7 +21,7 @@ import onward
 from onward.differentiate import vjp
 from onward.engines import function, start
 from onward.engines.framework_engine import interpreter
-from onward.errors import DataError, UnknownNameError
+from onward.errors import DataError
 from onward.model import load
 
 pytestmark = needs("tensorflow")
@@ -37,21 +37,6 @@ def tensorflow():
 
 
 # ---- the same as on ONNX Runtime -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@needs("torch")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["resnet", "vit", "bert", "gpt2", "lstm", "if and loop", "while"])
-def test_trains_what_pytorch_exports(name, mode):
-    """Compiled as well: a loop that ends when the data say so is a part of the graph."""
-    from training_cases import CASES, arrays, exported, made, prepared
-
-    case = CASES[name]
-    subject = made(case)
-    model = prepared(case, subject, exported(case, subject))
-    batches = [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(STEPS)]
-    trains_alike(model, batches, idle=["key.bias", "k_proj.bias", "c_attn.bias"], **MODES[mode])
 
 
 # ---- derivatives -----------------------------------------------------------------------------------------------------
@@ -203,24 +188,6 @@ def test_what_needs_a_value_is_not_compiled():
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow("float16")
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_products_of_fewer_bits(precision):
-    exact, _ = trained(cnn(), [SQUARE] * STEPS, engine="tensorflow")
-    found, state = trained(cnn(), [SQUARE] * STEPS, engine="tensorflow", precision=precision)
-    assert found != exact
-    np.testing.assert_allclose(found[:5], exact[:5], rtol=2e-2)
-    assert found[-1] < 0.5 * found[0]
-    assert state["fc.weight"].dtype == np.float32
-
-
-def test_options_that_there_are_not():
-    with pytest.raises(UnknownNameError, match="no device `abacus`"):
-        start(cnn(), engine="tensorflow", device="abacus")
-    with pytest.raises(UnknownNameError, match="no precision `int8`"):
-        start(cnn(), engine="tensorflow", precision="int8")
 
 
 @needs("torch")

@@ -18,7 +18,6 @@ from onnx import parser
 import onward
 from onward.engines import function, start
 from onward.engines.framework import NotOnHost
-from onward.errors import UnknownNameError
 from onward.recipe.optimizers import OPTIMIZERS
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
@@ -264,11 +263,6 @@ def test_products_with_half_of_the_bits(precision, close):
     assert {array.dtype for array in state.values() if array.dtype.kind == "f"} == {np.dtype(np.float32)}
     with start(model, engine="torch", compile=False, precision=precision) as engine:
         assert all(array.dtype == np.float32 for array in engine.evaluate(batches[0]).values())
-
-
-def test_a_precision_that_does_not_exist():
-    with pytest.raises(UnknownNameError, match="bfloat61"):
-        start(digits()[0], engine="torch", precision="bfloat61")
 
 
 def test_settings_are_those_of_before_when_a_step_is_done():

@@ -63,7 +63,7 @@ def test_options_that_an_engine_lacks(tmp_path):
         trained(tmp_path / "a", precision="bfloat16")
     with pytest.raises(UnknownNameError, match="numpy has no device `cuda`"):
         trained(tmp_path / "b", engine="numpy", device="cuda")
-    with pytest.raises(UnknownNameError, match="there is no engine `tourch`") as caught:
+    with pytest.raises(UnknownNameError, match="unknown engine `tourch`") as caught:
         trained(tmp_path / "c", engine="tourch")
     assert "torch" in caught.value.hint
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Whether two computations agree on the same data: engines with each other, gradients with differences."""
+"""Checks that computations agree: engines with each other, gradients with finite differences."""
 
 from onward.agreement.gradient_check import check_gradients
 from onward.agreement.report import Culprit, Difference, EngineReport, EngineRow, GradientReport, GradientRow, Verdict

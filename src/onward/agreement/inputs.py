@@ -1,4 +1,4 @@
-"""Inputs at which models are run for a comparison: those that are given, and made-up ones for the rest."""
+"""Inputs for comparisons: the user's, and random ones for the rest."""
 
 from __future__ import annotations
 
@@ -25,33 +25,30 @@ from onward.transform.types import fill_in_types
 
 Given = Mapping[str, Any] | str | Path | None
 
-GIVE = (
-    "give inputs for which the model runs: `inputs=` a dict of arrays or an .npz file, `--inputs` on the command line"
-)
+GIVE = "pass inputs for which the model runs: `inputs={...}`, or `--inputs inputs.npz` on the command line"
 
 _SIZES = (2, 8, 32, 1)
-"""What to try for dimensions that the model leaves open; too small is as wrong for some as too large is for others."""
+"""Sizes to try for dynamic dimensions: some models need large ones, others fail with them."""
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Random numbers that are not those of a weight which somebody drew with the same seed."""
+    """Return a generator that never repeats the numbers of a weight drawn with the same seed."""
     return np.random.default_rng([seed, *b"onward"])
 
 
-def fit_inputs(given: Given, known: Mapping[str, ir.Value], spare: Container[str] = ()) -> dict[str, np.ndarray]:
-    """What the user gives, as arrays that fit inputs that are known; those that are to spare are left out."""
-    found = {}
+def fit_inputs(given: Given, declared: Mapping[str, ir.Value], spare: Container[str] = ()) -> dict[str, np.ndarray]:
+    """Return the user's arrays in the declared types; those for `spare` inputs are ignored."""
+    arrays = {}
     for name, array in _read(given).items():
-        if name in known:
-            found[name] = _fitting(known[name], array)
+        if name in declared:
+            arrays[name] = _fitting(declared[name], array)
         elif name not in spare:
-            hint = suggest(name, known) or f"it has {', '.join(f'`{name}`' for name in known) or 'none'}"
+            hint = suggest(name, declared) or f"it has {', '.join(f'`{name}`' for name in declared) or 'none'}"
             raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
-    return found
+    return arrays
 
 
 def _read(given: Given) -> dict[str, np.ndarray]:
-    """Arrays by name, from a file if need be."""
     if isinstance(given, str | Path):
         try:
             return read_npz(given)
@@ -65,7 +62,7 @@ def _read(given: Given) -> dict[str, np.ndarray]:
 
 
 def candidate_inputs(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterator[dict[str, np.ndarray]]:
-    """Ever other values for the inputs that are not given: the caller takes the first with which the model runs."""
+    """Yield random values for the inputs not given, of several sizes: use the first for which the model runs."""
     missing = [value for value in model.inputs if value.name not in given]
     sizes = _sizes(model, given)
     limits = _index_limits(model, missing)
@@ -83,76 +80,76 @@ def candidate_inputs(model: Model, given: Mapping[str, np.ndarray], seed: int) -
 
 
 def _fitting(value: ir.Value, array: np.ndarray) -> np.ndarray:
-    wanted = value.dtype.numpy() if value.dtype is not None else array.dtype
-    kinds = "fiu" if value.dtype in FLOATS else "iu" if np.issubdtype(wanted, np.integer) else wanted.kind
+    dtype = value.dtype.numpy() if value.dtype is not None else array.dtype
+    kinds = "fiu" if value.dtype in FLOATS else "iu" if np.issubdtype(dtype, np.integer) else dtype.kind
     expected = f"`{value.name}` must be {port(value).type} {shown_shape(port(value).shape)}"
     fits = value.shape is None or (
         value.shape.rank() == array.ndim
         and all(not isinstance(d, int) or d == n for d, n in zip(value.shape, array.shape, strict=True))
     )
-    if not fits or (array.dtype.kind not in kinds and array.dtype != wanted):
-        raise InvalidModelError(f"{expected}, not {array.dtype} {list(array.shape)}", hint="give an array like that")
-    if array.size and wanted.kind in "iu" and array.dtype.kind in "iu":
-        limits = np.iinfo(wanted)
+    if not fits or (array.dtype.kind not in kinds and array.dtype != dtype):
+        raise InvalidModelError(f"{expected}, not {array.dtype} {list(array.shape)}", hint="pass such an array")
+    if array.size and dtype.kind in "iu" and array.dtype.kind in "iu":
+        limits = np.iinfo(dtype)
         if array.min() < limits.min or array.max() > limits.max:
-            raise InvalidModelError(f"{expected}, and some of the numbers are too large for that")
-    return array.astype(wanted)
+            raise InvalidModelError(f"{expected}: values range from {array.min()} to {array.max()}")
+    return array.astype(dtype)
 
 
 def _sizes(model: Model, given: Mapping[str, np.ndarray]) -> dict[str, int]:
-    """The dimensions that what is given settles, by their names."""
-    found: dict[str, int] = {}
+    """Return the sizes of named dimensions, by the arrays given."""
+    sizes: dict[str, int] = {}
     for value in model.inputs:
         array = given.get(value.name or "")
         if array is not None and value.shape is not None:
             pairs = zip(value.shape, array.shape, strict=True)
-            found |= {d.value: n for d, n in pairs if isinstance(d, ir.SymbolicDim) and d.value is not None}
-    return found
+            sizes |= {d.value: n for d, n in pairs if isinstance(d, ir.SymbolicDim) and d.value is not None}
+    return sizes
 
 
 def _shape(value: ir.Value, sizes: Mapping[str, int], otherwise: int) -> tuple[int, ...]:
     if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype == ir.DataType.STRING:
-        kind = port(value).type
+        type_ = port(value).type
         hint = f"{GIVE}; or {declare_hint(value.name or '')}" if value.shape is None else GIVE
-        raise UnsupportedError(f"cannot make up a value for `{value.name}` ({kind} of unknown shape)", hint=hint)
+        raise UnsupportedError(f"cannot make up a value for `{value.name}` ({type_} of unknown shape)", hint=hint)
     return tuple(d if isinstance(d, int) else sizes.get(d.value or "", otherwise) for d in value.shape)
 
 
 def _random(
     value: ir.Value, shape: tuple[int, ...], limit: int | None, positive: bool, rng: np.random.Generator
 ) -> np.ndarray:
-    """Normal floats, or some between 0 and 1 where only they will do; integers below a limit."""
+    """Return normal floats, or floats between 0.1 and 0.9 if `positive`, or integers below a limit."""
     assert value.dtype is not None
     if value.dtype in FLOATS:
         return rng.uniform(0.1, 0.9, shape) if positive else rng.standard_normal(shape)
     if value.dtype == ir.DataType.BOOL:
         return rng.random(shape) < 0.5
-    usual = 256 if value.dtype == ir.DataType.UINT8 else 2  # bytes are pictures, of which two colours show little
+    usual = 256 if value.dtype == ir.DataType.UINT8 else 2  # bytes are images: two values would show little
     return rng.integers(0, limit or usual, shape).astype(value.dtype.numpy())
 
 
 # ---- where integers go -----------------------------------------------------------------------------------------------
 
-_HANDS_ON = {
+_KEEPS_INDICES = {
     "Cast", "Concat", "Expand", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Tile", "Transpose",
     "Unsqueeze", "Where",
 }  # fmt: skip
-"""Operators whose output holds the same integers."""
+"""Operators that pass integers on unchanged."""
 
 
 def _index_limits(model: Model, inputs: list[ir.Value]) -> dict[str, int]:
-    """For each integer input that picks something, how many there are to pick from."""
+    """Return the exclusive upper limit of each integer input that is an index."""
     integers = {value.name for value in inputs if value.dtype is not None and value.dtype.is_integer()}
     if not integers:
         return {}
     model = inline(model)
     fill_in_types(model, values(model.graph))
-    found = {}
+    limits_by_name = {}
     for value in model.inputs:
         limits = list(_limits(value)) if value.name in integers else []
         if value.name and limits:
-            found[value.name] = min(limits)
-    return found
+            limits_by_name[value.name] = min(limits)
+    return limits_by_name
 
 
 def _limits(value: ir.Value) -> Iterator[int]:
@@ -162,14 +159,14 @@ def _limits(value: ir.Value) -> Iterator[int]:
             limit = _limit(node, index)
             if limit is not None:
                 yield limit
-            elif node.op_type in _HANDS_ON:
+            elif node.op_type in _KEEPS_INDICES:
                 fresh = [output for output in node.outputs if output not in seen]
                 seen.update(fresh)
                 pending += fresh
 
 
 def _limit(node: ir.Node, index: int) -> int | None:
-    """How many things an input of a node chooses from; None if it does not choose, or nobody knows."""
+    """Return the limit of an input of a node; None if it indexes nothing or the size is unknown."""
     match node.op_type, index:
         case "Gather" | "GatherElements" | "ScatterElements", 1:
             axis = node.attributes.get_int("axis", 0)
@@ -187,17 +184,14 @@ def _limit(node: ir.Node, index: int) -> int | None:
     return size if isinstance(size, int) else None
 
 
-_CANDIDATES = 4
-
-
 def example_inputs(model: Model, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
-    """Inputs of several sizes: the caller takes the first with which everything runs."""
-    smallest, *larger = itertools.islice(inputs_of_type(model, {}, seed), _CANDIDATES)
-    yield from (*larger, smallest)  # a BatchNorm of two samples gives nothing but signs
+    """Yield inputs of several sizes: use the first for which everything runs."""
+    smallest, *larger = itertools.islice(inputs_of_type(model, {}, seed), 4)
+    yield from (*larger, smallest)  # a BatchNorm of two samples returns only signs
 
 
 def inputs_of_type(model: Model, given: Mapping[str, np.ndarray], seed: int) -> Iterator[dict[str, np.ndarray]]:
-    """Ever other values for the inputs that are not given, in the types that the model takes."""
+    """Yield `candidate_inputs` in the types that the model takes."""
     types = {value.name or "": value.dtype.numpy() for value in model.inputs if value.dtype is not None}
     for arrays in candidate_inputs(model, given, seed):
         yield {name: array.astype(types.get(name, array.dtype)) for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""What `verify` and `check_gradients` found."""
+"""Reports of `verify` and `check_gradients`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Report(ABC):
     """Base class of reports. `print(report)` shows all; `report.ok` is False if something is wrong."""
 
     made_up: tuple[str, ...]
-    """Inputs that were not given."""
+    """Names of the inputs that were drawn at random."""
 
     @property
     @abstractmethod
@@ -46,7 +46,7 @@ class Report(ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first value, in the order of the computation, that an engine computes differently."""
+    """The first value, in execution order, that an engine computes differently."""
 
     value: str
     step: int
@@ -69,20 +69,20 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class EngineRow:
-    """One engine, with one way to the derivative."""
+    """One engine with one kind of derivative."""
 
     engine: str
     derivative: str
-    """`own`, the framework's, or `rules`, ours."""
+    """`own` (the framework's autodiff) or `rules` (Onward's)."""
     verdict: str
     """`agrees`, `differs`, or `cannot`."""
     losses: tuple[float, ...] = ()
     metrics: float = 0.0
-    """The largest relative difference of a metric from that of the reference."""
+    """Largest relative difference of a metric from the reference."""
     state: float = 0.0
-    """The same of the state after the last step."""
+    """Largest relative difference of the state after the last step."""
     seconds: float = 0.0
-    """For all steps, without what comes before them."""
+    """Time of all steps, without start-up."""
     note: str = ""
     difference: Difference | None = None
 
@@ -96,7 +96,7 @@ class EngineRow:
 
 @dataclasses.dataclass(frozen=True)
 class EngineReport(Report):
-    """The outcome of `verify`; `ok` if all engines that can run the model agree."""
+    """The result of `verify`; `ok` if all engines that can run the model agree."""
 
     rows: tuple[EngineRow, ...]
     reference: str
@@ -128,13 +128,13 @@ class EngineReport(Report):
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 Verdict = Literal["ok", "kink", "unclear", "wrong", "not finite"]
-"""A kink: here the derivative from one side is not that from the other, and beside it all is well.
-Unclear: the differences are too rough, mostly for rounding, to tell."""
+"""A kink: the slopes to the left and to the right differ, and the gradient is right beside this point.
+Unclear: rounding makes the differences too coarse to tell."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientRow:
-    """How one derivative along a random direction compares; of several directions, the one that compares worst."""
+    """One derivative along a random direction, compared; of several directions, the worst."""
 
     x: str
     order: int
@@ -142,7 +142,7 @@ class GradientRow:
     by_gradient: float
     by_differences: float
     difference: float
-    """Relative to the size of the gradient."""
+    """Relative to the norm of the gradient."""
     verdict: Verdict
     note: str = ""
 
@@ -174,7 +174,7 @@ class Culprit:
 
 @dataclasses.dataclass(frozen=True)
 class GradientReport(Report):
-    """The outcome of `check_gradients` for all xs."""
+    """The result of `check_gradients` for all xs."""
 
     y: str
     rows: tuple[GradientRow, ...]
@@ -182,7 +182,7 @@ class GradientReport(Report):
     seed: int
     made_up: tuple[str, ...] = ()
     culprit: Culprit | None = None
-    """The operator to blame, if one was found."""
+    """The first wrong operator, if one was located."""
 
     @property
     def ok(self) -> bool:
@@ -199,9 +199,9 @@ class GradientReport(Report):
     @property
     def remarks(self) -> list[str]:
         if self.culprit is not None:
-            return [f"to blame: {self.culprit}"]
+            return [f"first wrong operator: {self.culprit}"]
         if any(row.verdict == "wrong" for row in self.rows):
-            return ["each operator on the way is right by itself, as far as it can be checked alone"]
+            return ["each operator that can be checked alone is right"]
         return []
 
     def to_json(self) -> dict[str, Any]:

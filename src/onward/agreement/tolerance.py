@@ -1,15 +1,13 @@
-"""The one rule by which two tensors count as the same, and what is said where they do not.
+"""When two tensors count as equal, and the error that says where they differ.
 
 Two tensors of the same shape agree if no two of their elements are further apart than the larger of
 
-- `relative` times the scale of the tensor: its largest element, but at least 1e-3; or, of an update, the largest
-  change that it makes;
-- four roundings of its largest element: in its own type, or in a narrower one that was computed with.
+- `relative` times the scale: the largest element, at least 1e-3; or, for an update, the largest change;
+- four roundings of the largest element, in its type or in a narrower one that was computed with.
 
-`relative` is 1e-4 for what is computed of data: sums, which everyone adds up in another order. It is 1e-5 for the
-update of an optimizer, which is made element by element. It does not grow with the number of steps: few are made, or
-each one begins with the same state on both sides. Elements whose gradient is nothing but rounding are not compared (see
-`noise_in`).
+`relative` is 1e-4 for results of sums, whose order differs between libraries, and 1e-5 for the elementwise update of an
+optimizer. It does not grow with the number of steps: there are few, or each begins with the same state on both sides.
+Elements whose gradient is a rounding error are not compared (see `noise_in`).
 """
 
 from __future__ import annotations
@@ -32,18 +30,17 @@ _ROUNDINGS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far apart two tensors may be."""
+    """The allowed difference of two tensors."""
 
     relative: float = 1e-4
     epsilon: float = 0.0
-    """Of the narrowest type that is computed with."""
+    """Machine epsilon of the narrowest type in the computation."""
     least: float = 1e-3
-    """What smaller scales count as: sums of larger terms that cancel, such as a mean that is zero. Not of updates."""
+    """Smallest scale, for sums of larger terms that cancel, such as a mean of zero. Does not apply to updates."""
     equal_nan: bool = False
-    """Whether what is no number on both sides agrees."""
 
     def limit(self, expected: np.ndarray, before: np.ndarray | None = None) -> tuple[float, float]:
-        """The largest difference that is allowed, and the scale; `before` is what an update has changed."""
+        """Return the largest allowed difference, and the scale; `before` is the tensor before an update."""
         size = largest(expected)
         scale = max(size, self.least) if before is None else gap(expected, before)
         return max(self.relative * scale, _ROUNDINGS * max(self.epsilon, epsilon_of(expected.dtype)) * size), scale
@@ -51,7 +48,7 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What is compared with what, in words for those that differ."""
+    """A comparison of tensors by name, with the words of its error."""
 
     reference: str
     hint: str
@@ -67,10 +64,10 @@ class Comparison:
         ignored: Arrays | None = None,
         when: str = "",
     ) -> None:
-        """Raise an error that names the first tensor, in the order of those expected, that is not as expected.
+        """Raise an error that names the first tensor, in the order of `expected`, that differs.
 
-        What is not found is not compared, nor are elements that are `ignored`. An update is measured by what it has
-        changed of what was `before`.
+        Tensors that are not in `found` are not compared, nor are elements that are True in `ignored`. With `before`,
+        the scale is the change since then.
         """
         for name, theirs in expected.items():
             if name not in found:
@@ -87,7 +84,7 @@ class Comparison:
 
 
 def gap(a: np.ndarray, b: np.ndarray, ignored: np.ndarray | None = None, *, equal_nan: bool = True) -> float:
-    """The largest difference of two elements, but for those ignored; inf where one is not a number alone."""
+    """Return the largest difference of two elements that are not ignored; inf if only one of them is NaN."""
     if a.shape != b.shape:
         return np.inf
     if ignored is not None:
@@ -96,58 +93,56 @@ def gap(a: np.ndarray, b: np.ndarray, ignored: np.ndarray | None = None, *, equa
 
 
 def distance(a: np.ndarray, b: np.ndarray, ignored: np.ndarray | None = None) -> float:
-    """The same, relative to the largest element."""
+    """Return `gap` relative to the largest element."""
     apart = gap(a, b, ignored)
     return apart if apart in (0.0, np.inf) else apart / max(largest(a), largest(b))
 
 
 def farthest(a: Arrays, b: Arrays, ignored: Arrays | None = None) -> float:
-    """The largest distance of two tensors of the same name."""
+    """Return the largest `distance` of two tensors of the same name."""
     masks, names = ignored or {}, a.keys() & b.keys()
     return max((distance(np.asarray(a[n]), np.asarray(b[n]), masks.get(n)) for n in names), default=0.0)
 
 
 def largest(array: np.ndarray) -> float:
-    """The size of the largest element that is a number."""
+    """Return the absolute value of the largest finite element."""
     sizes = np.abs(array.astype(np.float64))
     return float(sizes[np.isfinite(sizes)].max(initial=0))
 
 
 def epsilon_of(dtype: np.dtype) -> float:
-    """What the last digit of a type is worth; nothing, if it rounds nothing."""
+    """Return the machine epsilon of a type; 0 for integers."""
     return float(ml_dtypes.finfo(dtype).eps) if dtype.kind in "fV" else 0.0  # type: ignore[no-untyped-call]
 
 
 # ---- elements, compared a chunk at a time ----------------------------------------------------------------------------
 
-_PART = 1 << 20
-"""Elements that are compared at a time."""
+_CHUNK = 1 << 20
+"""Elements that are compared at a time: eight megabytes of float64 per temporary array."""
 
 
 class Distance(NamedTuple):
-    """How far two tensors of the same shape are from each other."""
+    """The difference of two tensors of the same shape."""
 
     differ: int = 0
-    """Elements that are not equal, or further apart than is allowed."""
+    """Number of elements that differ by more than the tolerance."""
     absolute: float = 0.0
-    """The largest difference."""
+    """Largest difference."""
     relative: float = 0.0
-    """The largest difference in proportion to the larger number of the two."""
+    """Largest difference relative to the larger of the two numbers."""
 
 
 def compare_elements(a: np.ndarray, b: np.ndarray, atol: float = 0.0, rtol: float = 0.0) -> Distance:
-    """NaN is equal to NaN. Differences count beyond `atol`, and `rtol` times the number in `b`."""
-    one, other = a.reshape(-1), b.reshape(-1)
-    parts = [_of_part(one[at : at + _PART], other[at : at + _PART], atol, rtol) for at in range(0, one.size, _PART)]
-    return Distance(
-        sum(part.differ for part in parts),
-        max((part.absolute for part in parts), default=0.0),
-        max((part.relative for part in parts), default=0.0),
-    )
+    """Compare elements; NaN equals NaN. A difference counts beyond `atol` plus `rtol` times the number in `b`."""
+    a, b = a.reshape(-1), b.reshape(-1)
+    chunks = [slice(at, at + _CHUNK) for at in range(0, a.size, _CHUNK)]
+    distances = [_compare_chunk(a[chunk], b[chunk], atol, rtol) for chunk in chunks] or [Distance()]
+    differ, absolute, relative = zip(*distances, strict=True)
+    return Distance(sum(differ), max(absolute), max(relative))
 
 
-def _of_part(a: np.ndarray, b: np.ndarray, atol: float, rtol: float) -> Distance:
-    if a.dtype == b.dtype and not a.dtype.hasobject and np.array_equal(_bits(a), _bits(b)):
+def _compare_chunk(a: np.ndarray, b: np.ndarray, atol: float, rtol: float) -> Distance:
+    if a.dtype == b.dtype and not a.dtype.hasobject and np.array_equal(_bits(a), _bits(b)):  # quick, and usual
         return Distance()
     if not (_is_numeric(a) and _is_numeric(b)):
         count = int(np.count_nonzero(a != b))
@@ -157,11 +152,11 @@ def _of_part(a: np.ndarray, b: np.ndarray, atol: float, rtol: float) -> Distance
         a, b = a[unequal], b[unequal]
     if not a.size:
         return Distance()
-    kind = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
+    dtype = np.complex128 if "c" in (a.dtype.kind, b.dtype.kind) else np.float64
     with np.errstate(all="ignore"):
-        x, y = a.astype(kind), b.astype(kind)
+        x, y = a.astype(dtype), b.astype(dtype)
         same, apart = (np.isnan(x) & np.isnan(y)) | (x == y), np.abs(x - y)
-        if a.dtype.kind in "iu" and b.dtype.kind in "iu":  # not all of them are numbers of float64
+        if a.dtype.kind in "iu" and b.dtype.kind in "iu":  # large integers are rounded to float64
             same, apart = a == b, np.maximum(apart, 1)
         apart = np.where(same, 0.0, apart)
         apart = np.where(np.isnan(apart), np.inf, apart)
@@ -173,44 +168,42 @@ def _of_part(a: np.ndarray, b: np.ndarray, atol: float, rtol: float) -> Distance
 
 
 def _bits(array: np.ndarray) -> np.ndarray:
-    """The same bytes, in numbers that compare quickly."""
+    """Return the bytes as integers, which compare quickly."""
     flat = np.ascontiguousarray(array).view(np.uint8)
     return flat.view(np.uint64) if flat.size % 8 == 0 else flat
 
 
 def _is_numeric(array: np.ndarray) -> bool:
-    """Bfloat16 and its kin are kinds of their own."""
+    """True if elements are numbers; types of `ml_dtypes` have the kind `V`."""
     return array.dtype.kind in "biufcV" and not array.dtype.hasobject and array.dtype.names is None
 
 
 # ---- gradients that are rounding errors ------------------------------------------------------------------------------
 
-# Gradients that are nothing but rounding errors, as that of a bias before a normalization is.
-#
-# Adam divides a gradient by its size, so such elements make whole steps into directions that differ on every engine.
-# That changes no loss, and is no disagreement.
+# Some gradients are only rounding errors, such as that of a bias before a normalization. Adam divides a gradient by its
+# size, so that such elements make full updates in directions that differ on every engine. The loss does not change.
 
 ROUNDINGS = 32
-"""How many roundings of the largest gradient of a step no engine can tell from zero."""
+"""Gradients below this many roundings of a step's largest gradient count as zero."""
 
 
 def distances_without_noise(
     engine: Engine, reference: Engine, expected: Sequence[Arrays], batches: Sequence[Arrays]
 ) -> list[float]:
-    """How far each step of an engine ends from that of the reference if both begin with the same state.
+    """Return the distance of an engine to the reference after each step, if both begin it with the same state.
 
-    `expected` is the reference's state before each step, and after the last. Elements that follow rounding errors on
-    both sides are not compared.
+    `expected` are the states of the reference before each step and after the last. Elements that follow rounding errors
+    on both sides are not compared.
     """
-    found = []
+    distances = []
     for before, after, batch in zip(expected[:-1], expected[1:], batches, strict=True):
-        for each in (engine, reference):
-            each.load_state(before)
-        mine, theirs = (noise_in(gradients_of(each, batch)) for each in (engine, reference))
+        for side in (engine, reference):
+            side.load_state(before)
+        mine, theirs = (noise_in(gradients_of(side, batch)) for side in (engine, reference))
         both = {name: mine[name] & theirs[name] for name in mine.keys() & theirs.keys()}
         engine.step(batch)
-        found.append(farthest(engine.state(), after, _followers(engine, both)))
-    return found
+        distances.append(farthest(engine.state(), after, _followers(engine, both)))
+    return distances
 
 
 def gradients_of(engine: Engine, batch: Arrays) -> Arrays:
@@ -222,17 +215,17 @@ def gradients_of(engine: Engine, batch: Arrays) -> Arrays:
 
 
 def noise_in(gradients: Arrays) -> dict[str, np.ndarray]:
-    """Which elements of the gradients of a step are rounding errors; those of 16 bits are sums in float32."""
+    """Return masks of the gradients that are rounding errors; gradients in 16 bits are sums in float32."""
     top = max(map(largest, gradients.values()), default=0.0)
     epsilons = {name: min(epsilon_of(g.dtype), epsilon_of(np.dtype(np.float32))) for name, g in gradients.items()}
     return {name: np.abs(g) <= ROUNDINGS * epsilons[name] * top for name, g in gradients.items()}
 
 
 def _followers(engine: Engine, noise: Arrays) -> Arrays:
-    """The same elements of a parameter and of all state of its shape that belongs to it."""
-    found = {}
+    """Return the masks of parameters for the parameters and for their optimizer state of the same shape."""
+    masks = {}
     for state in engine.states():
         mask = noise.get(state.parameter or state.name)
         if mask is not None and mask.shape == state.array.shape:
-            found[state.name] = mask
-    return found
+            masks[state.name] = mask
+    return masks

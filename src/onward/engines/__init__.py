@@ -130,6 +130,6 @@ def check_engine(engine: str) -> None:
     """Raise if the name is not an engine."""
     if engine not in ENGINES:
         raise UnknownNameError(
-            f"there is no engine `{engine}`",
+            f"unknown engine `{engine}`",
             hint="; ".join(filter(None, [suggest(engine, ENGINES), f"engines: {', '.join(ENGINES)}"])),
         )

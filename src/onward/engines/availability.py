@@ -29,18 +29,12 @@ class EngineInfo:
     devices: tuple[str, ...] | None = None
     """None if the framework was not imported."""
     operators: int | None = None
-    """Number of supported standard operators.
-
-    None if the framework was not imported, or for ONNX Runtime.
-    """
+    """Number of supported standard operators. None if the framework was not imported, or for ONNX Runtime."""
     cannot: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Missing operator -> reason."""
 
     kernels: str | None = None
-    """CPU instructions of the native kernels, or the reason why there are none.
-
-    For ONNX Runtime only.
-    """
+    """CPU instructions of the native kernels, or the reason why there are none. For ONNX Runtime only."""
 
     @property
     def install(self) -> str:

@@ -43,7 +43,7 @@ class Results(dict[str, Any]):
 
 def no_result(name: str, results: Iterable[str]) -> UnknownNameError:
     """Return the error for a missing result."""
-    return UnknownNameError(f"there is no result `{name}`", hint=suggest_or_list(str(name), results))
+    return UnknownNameError(f"unknown result `{name}`", hint=suggest_or_list(str(name), results))
 
 
 class Engine(ABC):
@@ -113,10 +113,7 @@ class Engine(ABC):
         """Replace the named tensors of the state."""
 
     def reset(self) -> None:
-        """Reset the state to the file, then run its initializations.
-
-        The result is the same on every engine.
-        """
+        """Reset the state to the file, then run its initializations. The result is the same on every engine."""
         from onward.engines.initialization import start_over
 
         fresh = start_over(self.model)
@@ -156,7 +153,7 @@ class Engine(ABC):
         arrays = {name: _array(array) for name, array in state.items()}
         for name, array in arrays.items():
             if name not in self._carried:
-                raise UnknownNameError(f"there is no state `{name}`", hint=suggest(name, self._carried))
+                raise UnknownNameError(f"the model has no state `{name}`", hint=suggest(name, self._carried))
             tensor = self._carried[name].const_value
             assert tensor is not None
             misfits.append(self._misfit(name, array, tensor.dtype, ir.Shape(tensor.shape.numpy())))
@@ -243,10 +240,7 @@ def check_names(batch: Collection[str], inputs: Collection[str], defaults: Colle
 def fitting_inputs(
     arrays: Any, inputs: Mapping[str, ir.Value], defaults: Mapping[str, ir.Value], takes_tensors: bool
 ) -> dict[str, Any]:
-    """Return the inputs of a graph as arrays, lists of arrays and None.
-
-    Raise if they do not fit it.
-    """
+    """Return the inputs of a graph as arrays, lists of arrays and None. Raise if they do not fit it."""
     if not isinstance(arrays, Mapping):
         raise DataError(
             f"the inputs are {type(arrays).__name__}, not arrays by name", hint=f"it takes {', '.join(inputs)}"

@@ -108,10 +108,7 @@ class Framework(ABC):
     """Table for nodes whose inputs are all on the host (default: the table of numpy)."""
 
     fuses: ClassVar[Sequence[str]] = ()
-    """Operators that replace matching groups of nodes:
-
-    `Attention`, `onward.Linear` (see fusion.py).
-    """
+    """Operators that replace matching groups of nodes: `Attention`, `onward.Linear` (see fusion.py)."""
 
     compiles_operators: ClassVar[bool] = False
     """True if eager execution compiles each operator. Then compiling a whole step is faster."""
@@ -120,10 +117,7 @@ class Framework(ABC):
     """True if operators run only inside compiled code, never eagerly."""
 
     most_nodes: int = 5_000
-    """Node limit for compilation.
-
-    It takes milliseconds per node, and more per node in larger graphs.
-    """
+    """Node limit for compilation. It takes milliseconds per node, and more per node in larger graphs."""
 
     @classmethod
     def devices(cls) -> list[str]:
@@ -171,10 +165,7 @@ class Framework(ABC):
         return self.tensor(value) if isinstance(value, np.ndarray) else value
 
     def typed(self, tensor: Any, dtype: ir.DataType | None) -> Any:
-        """Return a result in the type of the graph.
-
-        The framework may have computed it in fewer bits.
-        """
+        """Return a result in the type of the graph. The framework may have computed it in fewer bits."""
         return tensor
 
     def adopt(self, value: Any) -> Any:

@@ -41,10 +41,7 @@ def interpreter(model: Model, framework: Framework) -> Interpreter:
 
 
 def make_plan(model: Model, framework: Framework) -> GraphPlan:
-    """Return the graph of a model as calls of a framework's operators and of the host's.
-
-    Changes the model.
-    """
+    """Return the graph of a model as calls of a framework's operators and of the host's. Changes the model."""
     if not OLDEST_INTERPRETED <= model.opset <= NEWEST_INTERPRETED:
         model = convert_opset(model, min(max(model.opset, COMMON_OPSET), NEWEST_INTERPRETED))
     available = framework.operators.keys() | ONLY_ON_HOST
@@ -106,10 +103,7 @@ class Interpreted(Engine):
 
     @classmethod
     def on(cls, engine: str, model: Model, step: Steps = None, *, rules: bool = False, **options: Any) -> Interpreted:
-        """Start an engine on a framework by name.
-
-        Options are those of this class and of the framework.
-        """
+        """Start an engine on a framework by name. Options are those of this class and of the framework."""
         own = {name: options.pop(name) for name in ("compile", "recompute") if name in options}
         rules = rules or engine not in FRAMEWORKS or rounds(model)
         if own.get("recompute") is not None and not rules:
@@ -249,10 +243,7 @@ class _Program:
 
 
 def if_finite(framework: Framework, loss: Any, new: Tensors, old: Tensors) -> Tensors:
-    """Return the new state, or the old one if the loss is not finite.
-
-    Selects on the device, without a wait.
-    """
+    """Return the new state, or the old one if the loss is not finite. Selects on the device, without a wait."""
     op = framework.operators
     with framework.active():
         bad = op["Or"](op["IsNaN"](loss), op["IsInf"](loss, detect_negative=1, detect_positive=1))

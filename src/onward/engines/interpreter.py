@@ -158,10 +158,7 @@ class Interpreter:
         return self._framework.array(value) if self._is_tensor(value) else value
 
     def _place(self, value: ir.Value | None, content: Any) -> Any:
-        """Return the content of a value as a tensor.
-
-        A constant is moved once, except during tracing.
-        """
+        """Return the content of a value as a tensor. A constant is moved once, except during tracing."""
         if isinstance(content, list):
             return [self._place(None, item) for item in content]
         if not isinstance(content, np.ndarray):

@@ -24,10 +24,7 @@ _WIDER_ARRAYS = {dtype.numpy(): wider.numpy() for dtype, wider in _WIDER.items()
 
 
 def widen_edges(model: Model) -> list[np.dtype | None]:
-    """Widen narrow inputs and outputs of a model in place.
-
-    Return the original type of each output, or None.
-    """
+    """Widen narrow inputs and outputs of a model in place. Return the original type of each output, or None."""
     graph, names = model.graph, model.names()
     for i, value in enumerate(graph.inputs):
         if _is_narrow(value) and not value.is_initializer():

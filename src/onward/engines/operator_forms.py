@@ -82,10 +82,7 @@ _NO_TENSORS = {
 
 
 def express(model: Model, operators: Container[str], cannot: Mapping[str, str], engine: str) -> Model:
-    """Return the model in operators of the table.
-
-    Function bodies or rewrites replace other operators.
-    """
+    """Return the model in operators of the table. Function bodies or rewrites replace other operators."""
 
     def unknown_nodes(model: Model) -> list[ir.Node]:
         def is_known(node: ir.Node) -> bool:
@@ -97,7 +94,7 @@ def express(model: Model, operators: Container[str], cannot: Mapping[str, str], 
     def refusal(unknown: list[ir.Node]) -> UnsupportedError:
         reasons = {**_NO_TENSORS, **cannot}
         names = dict.fromkeys(map(operator_name, unknown))
-        lines = [f"- `{name}`: {reasons.get(name, 'there is no such operator in the table')}" for name in names]
+        lines = [f"- `{name}`: {reasons.get(name, 'not in the table of operators')}" for name in names]
         return UnsupportedError(
             f"the engine `{engine}` lacks operators of this model:\n" + "\n".join(lines),
             hint="`onward engines` lists the operators of each engine",

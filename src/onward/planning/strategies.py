@@ -126,7 +126,7 @@ def degrees(name: str, machines: Machines) -> tuple[int, int, int]:
     strategy, within = STRATEGIES[name], min(machines.per_machine, machines.devices)
     if machines.devices % within and (strategy.tensor or strategy.within_a_machine):
         raise UnsupportedError(
-            f"{machines.devices} devices are not whole machines of {within}",
+            f"the {machines.devices} devices are not whole machines of {within}",
             hint="set the devices per machine: `--per-machine 4`",
         )
     tensor = within if strategy.tensor else 1

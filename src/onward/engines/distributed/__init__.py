@@ -1,4 +1,4 @@
-"""The processes that train together, and what they say to each other."""
+"""Groups of processes that train together."""
 
 from __future__ import annotations
 
@@ -16,33 +16,31 @@ from onward.errors import UnsupportedError
 
 
 class ProcessGroup(ABC):
-    """This process among those that train together. All call the same methods in the same order."""
+    """This process and those that it trains with. All must call the same methods in the same order."""
 
     rank: int
-    """Its number, from 0 on."""
     size: int
-    """How many there are."""
     copies: int = 1
-    """How many of them have the same samples now."""
+    """Number of processes that have the same samples in the current batch."""
 
     @abstractmethod
     def sum(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The sum of each array over all processes."""
+        """Return the sum of each array over all processes."""
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
-        """What each process has to say, in their order."""
+        """Return the values of all processes, by rank."""
 
     def for_thread(self) -> ProcessGroup:
-        """The same processes, to whom another thread talks meanwhile. All must ask for it."""
+        """Return a group of the same processes for another thread. All processes must call this."""
         return self
 
     def wait(self) -> None:
-        """Go on when all are here."""
+        """Wait for all processes."""
         self.gather(None)
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
-        """Whether each flag is set in some process."""
+        """Return, for each flag, True if it is set in any process."""
         if self.size == 1:
             return flags
         (counts,) = self.sum([np.array(flags, np.float32)])
@@ -50,25 +48,25 @@ class ProcessGroup(ABC):
 
     @property
     def threads(self) -> int | None:
-        """This process's part of the processors of its machine; None where they are its own."""
+        """This process's share of the machine's cores; None if it has all of them."""
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         return max((os.cpu_count() or 1) // here, 1) if here > 1 else None
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes and speaks for all."""
+        """True for rank 0, which writes files and prints."""
         return self.rank == 0
 
     def part(self, batch: Mapping[str, np.ndarray]) -> Portion:
-        """This process's part of a batch, for `engine.step`."""
+        """Return this process's share of a global batch, for `engine.step`."""
         whole = max((len(array) for array in batch.values() if array.ndim), default=1)
         own = self.share(whole)
         return Portion({name: array[own] if array.ndim else array for name, array in batch.items()}, whole)
 
     def share(self, count: int, rank: int | None = None) -> slice:
-        """Which of so many samples are this process's, or that of another rank: as many as the others', or one more.
+        """Return the samples of a rank (default: this one): equal shares, the first ones with one sample more.
 
-        Fewer samples than processes are everybody's.
+        If there are fewer samples than processes, each process gets all of them.
         """
         if count < self.size:
             return slice(0, count)
@@ -79,16 +77,16 @@ class ProcessGroup(ABC):
 
 
 class Portion(dict[str, np.ndarray]):
-    """A process's part of a batch."""
+    """A process's share of a global batch."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], whole: int):
         super().__init__(arrays)
         self.whole = whole
-        """How many samples the whole batch has."""
+        """Number of samples in the global batch."""
 
 
 def copies_of(batch: object, group: ProcessGroup) -> int:
-    """How many processes have the same samples of a batch: one, or all if it has fewer samples than there are."""
+    """Return how many processes have the same samples: all if there are fewer samples than processes, else 1."""
     return group.size if isinstance(batch, Portion) and batch.whole < group.size else 1
 
 
@@ -97,13 +95,13 @@ def refuse_fixed_batches(inputs: Mapping[str, ir.Value]) -> None:
     fixed = [name for name, value in inputs.items() if value.shape and isinstance(value.shape[0], int)]
     if fixed:
         raise UnsupportedError(
-            f"`{fixed[0]}` takes batches of one size, of which processes cannot have parts",
-            hint="export the model with a batch size that may vary, or train in one process",
+            f"the batch size of `{fixed[0]}` is fixed, so processes cannot share it",
+            hint="export the model with a dynamic batch size, or train in one process",
         )
 
 
 class Alone(ProcessGroup):
-    """One process that trains by itself."""
+    """A single process."""
 
     rank, size = 0, 1
 
@@ -115,31 +113,31 @@ class Alone(ProcessGroup):
 
 
 RESTARTED = "ONWARD_RESTARTED"
-"""The variable of the environment by which those who start processes say so, where torchrun does not."""
+"""Environment variable that marks restarted processes, for launchers other than torchrun."""
 
 
 def is_restarted() -> bool:
-    """Whether this process takes the place of one that has failed."""
+    """True if this process replaces a failed one."""
     return RESTARTED in os.environ or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 _joined: dict[str, ProcessGroup] = {}
-"""Groups that this process is in, by what connects them."""
+"""Groups of this process by the library that connects them."""
 
 
 def join_group(device: str = "cpu", engine: str = "onnxruntime") -> ProcessGroup:
-    """The processes that were started together with this one, by torchrun or what does as it does, Ray Train for one.
+    """Return the group of the processes started with this one, by torchrun or a launcher like it, such as Ray Train.
 
-    JAX connects its own, and knows more ways to be started.
+    JAX connects processes by itself, and also recognizes other launchers.
     """
-    kind = "jax" if engine == "jax" else "torch"
-    if kind not in _joined:
-        _joined[kind] = _connect_by_jax(device) if kind == "jax" else _connect_by_torch(device)
-    return _joined[kind]
+    library = "jax" if engine == "jax" else "torch"
+    if library not in _joined:
+        _joined[library] = _connect_by_jax(device) if library == "jax" else _connect_by_torch(device)
+    return _joined[library]
 
 
 def current_group() -> ProcessGroup:
-    """The processes that this one has joined, if any."""
+    """Return the group that this process has joined; else this process alone."""
     return next((group for group in _joined.values() if group.size > 1), Alone())
 
 
@@ -154,7 +152,7 @@ def _connect_by_torch(device: str) -> ProcessGroup:
 
 
 def _connect_by_jax(device: str) -> ProcessGroup:
-    """Without JAX the process is alone, and the engine says what is missing."""
+    """Return the group of JAX; without JAX one process, so that the engine reports that JAX is missing."""
     jax = sys.modules.get("jax")
     has_peers = int(os.environ.get("WORLD_SIZE", "1")) > 1 or "JAX_COORDINATOR_ADDRESS" in os.environ
     is_connected = jax is not None and jax.distributed.is_initialized()

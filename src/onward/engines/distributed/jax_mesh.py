@@ -1,7 +1,7 @@
-"""Training on a mesh of devices, in one process or in several.
+"""Training on a JAX mesh, in one process or in several.
 
-The step is one program for the whole batch, which XLA divides by where its arrays are. So what it computes does not
-depend on the mesh: BatchNormalization has the statistics of the whole batch, clipping the norm of all gradients.
+The step is one program for the global batch, which XLA partitions by the sharding of its arrays. The numbers therefore
+do not depend on the mesh: BatchNormalization uses global statistics, clipping the global norm.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from onward.model import Model
 
 
 class JaxOnMesh(Jax):
-    """JAX, with arrays that are spread over devices."""
+    """JAX with sharded arrays."""
 
     only_compiled = True
 
@@ -44,7 +44,7 @@ class JaxOnMesh(Jax):
         devices = _devices(device, layout.mesh)
         self._mesh = jax.sharding.Mesh(np.array(devices).reshape(*layout.mesh.values()), tuple(layout.mesh))
         self._specs: dict[str, Spec] = {}
-        """Those of state and constants."""
+        """Sharding of state and constants."""
 
     def hold(self, name: str, value: Any) -> jax.Array:
         array = value if isinstance(value, np.ndarray) else self.host(self.adopt(value))
@@ -55,18 +55,18 @@ class JaxOnMesh(Jax):
         return NamedSharding(self._mesh, PartitionSpec(*(tuple(axes) or None for axes in spec)))
 
     def spread(self, array: np.ndarray, sharding: NamedSharding, start: int = 0, whole: int | None = None) -> jax.Array:
-        """An array on the mesh; or a part of one along its first axis, which begins there and has what is needed."""
+        """Return an array on the mesh; `array` may be the rows from `start` on of one of length `whole`."""
         shape = array.shape if whole is None else (whole, *array.shape[1:])
         with self.active():
-            parts = [
-                jax.device_put(array[_moved(index, start)], device, may_alias=False)
+            shards = [
+                jax.device_put(array[_shifted(index, start)], device, may_alias=False)
                 for device, index in sharding.addressable_devices_indices_map(shape).items()
             ]
-            return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+            return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     def tensor(self, array: np.ndarray) -> jax.Array:
         with self.active(), jax.ensure_compile_time_eval():
-            return jnp.array(array)  # a constant of what is traced, which is on no device in particular
+            return jnp.array(array)  # a constant of the traced function, on no particular device
 
     def array(self, tensor: Any) -> np.ndarray:
         if isinstance(tensor, jax.core.Tracer) or tensor.is_fully_addressable or tensor.is_fully_replicated:
@@ -75,10 +75,10 @@ class JaxOnMesh(Jax):
             return np.asarray(multihost_utils.process_allgather(tensor, tiled=True))
 
     def feed(self, value: Any) -> Any:
-        return value  # it has been spread already
+        return value  # it is on the mesh already
 
     def _compiled(self, function: Function, *, in_place: bool) -> Function:
-        held = {name: self.sharding(spec) for name, spec in self._specs.items()}
+        shardings = {name: self.sharding(spec) for name, spec in self._specs.items()}
         gathered = {
             name: self.sharding([[axis for axis in axes if axis != FSDP] for axes in spec])
             for name, spec in self._specs.items()
@@ -92,7 +92,7 @@ class JaxOnMesh(Jax):
             with self.active():
                 return compiled(state, constants, batch)
 
-        out = ({name: held[name] for name in self.layout.carried}, self.sharding()) if in_place else None
+        out = ({name: shardings[name] for name in self.layout.carried}, self.sharding()) if in_place else None
         jitted = jax.jit(
             compute,
             donate_argnums=0 if in_place else (),
@@ -104,14 +104,14 @@ class JaxOnMesh(Jax):
 
 
 class OnMesh(Interpreted):
-    """A step of a training model on a mesh of devices."""
+    """A step of a training model on a mesh."""
 
     _framework: JaxOnMesh
 
     def __init__(self, model: Model, step: Steps, framework: Framework, *, compile: bool = True, **options: Any):
         if not compile:
             raise UnsupportedError(
-                "on a mesh, a step is compiled as a whole", hint="leave `compile=False` (`--no-compile`) out"
+                "a step on a mesh is always compiled", hint="remove `compile=False` (`--no-compile`)"
             )
         super().__init__(model, step, framework, **options)
         self.group = join_group(engine="jax")
@@ -124,39 +124,39 @@ class OnMesh(Interpreted):
         mesh, rules = options.pop("mesh"), options.pop("shard", None)
         if not options.pop("sync_batch_norm", True):
             raise UnsupportedError(
-                "a step on a mesh is one for the whole batch, whose statistics BatchNormalization has",
-                hint="leave `sync_batch_norm=False` (`--no-sync-batch-norm`) out",
+                "on a mesh, BatchNormalization always uses global statistics",
+                hint="remove `sync_batch_norm=False` (`--no-sync-batch-norm`)",
             )
         check_options(engine, options, Jax)
         device = options.get("device", "cpu")
-        join_group(device, "jax")  # before anybody asks which devices there are
-        one = as_one_step(model, step)
-        devices = len(jax.devices(device)) if device in Jax.devices() else 1  # what is not there, JAX refuses next
-        return JaxOnMesh(MeshLayout(one.model, one.index, mesh, devices, rules), **options)
+        join_group(device, "jax")  # before `jax.devices` is called, which fixes the devices
+        single = as_one_step(model, step)
+        devices = len(jax.devices(device)) if device in Jax.devices() else 1  # `Jax` refuses a missing device
+        return JaxOnMesh(MeshLayout(single.model, single.index, mesh, devices, rules), **options)
 
     def held_bytes(self) -> int:
-        """What a device holds of parameters and other state."""
+        """Return the bytes of parameters and other state on one device."""
         return sum(tensor.addressable_data(0).nbytes for tensor in self._state.values())
 
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
-        """Of outputs, the rows of this process's samples."""
+        """Return metrics, and the output rows of this process's samples."""
         results = super().evaluate(batch)
         lengths = self._lengths(batch)
         return {name: self._own_rows(name, value, lengths) for name, value in results.items()} if lengths else results
 
     def _fitting(self, batch: Arrays | Sequence[Arrays], names: Collection[str]) -> dict[str, Any]:
-        given = super()._fitting(batch, names)
-        parts = [batch] if isinstance(batch, Mapping) else batch
+        arrays = super()._fitting(batch, names)
+        batches = [batch] if isinstance(batch, Mapping) else batch
         lengths = {
             input_of_run(name, number): lengths
-            for number, part in enumerate(parts)
-            for lengths in [self._lengths(part)]
-            for name in part
+            for number, batch_of_run in enumerate(batches)
+            for lengths in [self._lengths(batch_of_run)]
+            for name in batch_of_run
         }
-        return {name: self._spread(value, lengths[name]) for name, value in given.items()}
+        return {name: self._spread(value, lengths[name]) for name, value in arrays.items()}
 
     def _lengths(self, batch: Arrays) -> list[int]:
-        """How many samples of a batch each process has; empty if all have all of them."""
+        """Return the number of samples of each process; empty if each has the whole batch."""
         group = self.group
         if group.size == 1 or (isinstance(batch, Portion) and batch.whole < group.size):
             return []
@@ -166,7 +166,7 @@ class OnMesh(Interpreted):
         return group.gather(max((len(array) for array in batch.values() if array.ndim), default=1))
 
     def _spread(self, value: Any, lengths: Sequence[int]) -> jax.Array:
-        """An input of the whole batch, of which this process has its part."""
+        """Return an input of the global batch, of which this process has its share."""
         framework, rank = self._framework, self.group.rank
         array = value if isinstance(value, np.ndarray) else framework.host(framework.adopt(value))
         if not array.ndim:
@@ -189,30 +189,30 @@ class OnMesh(Interpreted):
         whole = sum(lengths)
         if not isinstance(value, np.ndarray) or not value.ndim or is_fixed or len(value) % whole:
             return value
-        each, start = len(value) // whole, sum(lengths[: self.group.rank])
-        return value[start * each : (start + lengths[self.group.rank]) * each]
+        rows_per_sample, start = len(value) // whole, sum(lengths[: self.group.rank])
+        return value[start * rows_per_sample : (start + lengths[self.group.rank]) * rows_per_sample]
 
 
 def _devices(device: str, mesh: Mapping[str, int]) -> list[Any]:
-    """The devices of a mesh: the first of this process, or all of several."""
-    there, wanted = jax.devices(device), math.prod(mesh.values())
-    said = ",".join(f"{axis}={size}" for axis, size in mesh.items())
-    if wanted > len(there):
-        more = f"; XLA_FLAGS=--xla_force_host_platform_device_count={wanted} makes so many of a CPU"
+    """Return the devices of a mesh: the first ones of a single process, or all devices of several processes."""
+    available, count = jax.devices(device), math.prod(mesh.values())
+    shown = ",".join(f"{axis}={size}" for axis, size in mesh.items())
+    if count > len(available):
+        more = f", or divide a CPU: `XLA_FLAGS=--xla_force_host_platform_device_count={count}`"
         raise UnsupportedError(
-            f"the mesh `{said}` has {wanted} devices, and there are {len(there)}",
-            hint=f"make it smaller{more if device == 'cpu' and jax.process_count() == 1 else ''}",
+            f"the mesh `{shown}` needs {count} devices, but there are {len(available)}",
+            hint=f"use a smaller mesh{more if device == 'cpu' and jax.process_count() == 1 else ''}",
         )
-    if jax.process_count() > 1 and wanted < len(there):
+    if jax.process_count() > 1 and count < len(available):
         raise UnsupportedError(
-            f"the mesh `{said}` has {wanted} of the {len(there)} devices of all processes",
-            hint="take all: an axis without a size takes those that are left, as in `data`",
+            f"the mesh `{shown}` uses {count} of the {len(available)} devices of all processes",
+            hint="use all: an axis without a size takes the remaining devices, as in `--mesh data`",
         )
-    return there[:wanted]
+    return available[:count]
 
 
-def _moved(index: tuple[slice, ...], start: int) -> tuple[slice, ...]:
-    """The place in a part that begins there of what is at a place in the whole."""
+def _shifted(index: tuple[slice, ...], start: int) -> tuple[slice, ...]:
+    """Return an index of the whole array as an index of its rows from `start` on."""
     if not start:
         return index
     rows, *others = index
@@ -229,11 +229,11 @@ def _constrain(tensors: Any, shardings: Mapping[str, NamedSharding]) -> Any:
 # ---- processes that JAX connects -------------------------------------------------------------------------------------
 
 _ROOM = 1024
-"""Bytes that go in one message; what is longer takes another."""
+"""Bytes of the first message; a longer value needs a second one."""
 
 
 class JaxProcessGroup(ProcessGroup):
-    """Processes of torchrun, those that JAX's own variables or the cluster tell of, or those that are connected."""
+    """Processes of torchrun, of JAX's own variables or cluster detection, or already connected by the user."""
 
     def __init__(self, device: str = "cpu"):
         if not jax.distributed.is_initialized():
@@ -250,12 +250,12 @@ class JaxProcessGroup(ProcessGroup):
             return [value]
         data = np.frombuffer(pickle.dumps(value), np.uint8)
         first = _exchange(np.concatenate([np.array([data.size], np.int64).view(np.uint8), data[:_ROOM]]), _ROOM + 8)
-        lengths = [int(part[:8].view(np.int64)[0]) for part in first]
+        lengths = [int(message[:8].view(np.int64)[0]) for message in first]
         if max(lengths) <= _ROOM:
-            return [pickle.loads(part[8 : 8 + n].tobytes()) for part, n in zip(first, lengths, strict=True)]
-        room = 1 << max(lengths).bit_length()  # few sizes, since each is compiled
+            return [pickle.loads(message[8 : 8 + n].tobytes()) for message, n in zip(first, lengths, strict=True)]
+        room = 1 << max(lengths).bit_length()  # a power of two: each size is compiled
         parts = _exchange(data, room)
-        return [pickle.loads(part[:n].tobytes()) for part, n in zip(parts, lengths, strict=True)]
+        return [pickle.loads(message[:n].tobytes()) for message, n in zip(parts, lengths, strict=True)]
 
 
 def _exchange(data: np.ndarray, room: int) -> np.ndarray:
@@ -266,7 +266,7 @@ def _exchange(data: np.ndarray, room: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send what libraries print elsewhere: gloo tells of its connections, and the output of a command may be JSON."""
+    """Redirect stdout of C libraries: gloo prints its connections, and the output of a command may be JSON."""
     sys.stdout.flush()
     own = os.dup(1)
     os.dup2(2, 1)
@@ -279,7 +279,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def _connect(device: str) -> None:
     environment = os.environ
-    jax.config.update("jax_enable_preemption_service", False)  # which would keep SIGTERM from us, and from torchrun
+    jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM before Onward and torchrun
     if "JAX_COORDINATOR_ADDRESS" in environment:
         numbers = (environment.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
         size, rank = (None if number is None else int(number) for number in numbers)
@@ -291,13 +291,13 @@ def _connect(device: str) -> None:
 
 
 def _meeting_point(rank: int) -> str:
-    """Where processes of torchrun find each other: at a port that is free, which the first one tells the others."""
+    """Return the address at which JAX processes meet: rank 0 chooses a free port and stores it for the others."""
     from onward.engines.distributed.torch_group import open_store
 
     store, _, _ = open_store()
     if rank == 0:
-        with socket.socket() as one:
-            one.bind(("", 0))
-            store.set("jax coordinator", f"{os.environ['MASTER_ADDR']}:{one.getsockname()[1]}")
+        with socket.socket() as free:
+            free.bind(("", 0))
+            store.set("jax coordinator", f"{os.environ['MASTER_ADDR']}:{free.getsockname()[1]}")
     address: bytes = store.get("jax coordinator")
     return address.decode()

@@ -1,8 +1,8 @@
-"""Training on DeepSpeed: its ZeRO around the forward pass, our update on its partitions.
+"""Training on DeepSpeed: ZeRO around the forward pass, and the training model's update on its flat partitions.
 
-DeepSpeed averages gradients, and from stage 1 on gives each process a part of all numbers in a row (a flat partition);
-stage 3 divides parameters, too, and gathers a block while it is computed. What it takes for an optimizer is one that
-runs the update of the training model: on the parts of tensors that are in the partition, each a row of numbers.
+DeepSpeed averages gradients. From stage 1 on, each process has a partition of all elements in one row; stage 3 also
+shards parameters, and gathers a block while it computes. The optimizer that DeepSpeed sees runs the update of the
+training model on the fragments of tensors in the partition, which are flat.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ from onward.model import Model
 
 @dataclasses.dataclass(frozen=True)
 class _Fragment:
-    """What a process has of a parameter: numbers in a row, and where they are in its partition."""
+    """A process's elements of a parameter: where they are in the flat parameter, and in the flat partition."""
 
     start: int
     size: int
     partition: torch.Tensor
     at: int
+    """Index in the partition."""
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         return flat[self.at : self.at + self.size]
 
 
 class TorchDeepSpeed(TorchParallel):
-    """A step of a training model in one of several processes, of which DeepSpeed divides the state."""
+    """A step of a training model on DeepSpeed."""
 
     def __init__(
         self, model: Model, step: Steps = None, *, deepspeed_config: Any = None, device: str = "cpu", **options: Any
     ):
-        given = read_deepspeed_config(deepspeed_config)
-        if given is None:
+        config = read_deepspeed_config(deepspeed_config)
+        if config is None:
             raise ArgumentError(
-                "DeepSpeed needs a configuration, which says what it divides",
-                hint='name its file, such as {"zero_optimization": {"stage": 2}}: `--deepspeed-config ds.json`',
+                "DeepSpeed needs a configuration",
+                hint='`deepspeed_config={"zero_optimization": {"stage": 2}}`, or `--deepspeed-config ds.json`',
             )
-        self._settings = settle(given, model, join_group(device).size)
+        self._settings = settle(config, model, join_group(device).size)
         self._stage = self._settings["zero_optimization"].get("stage", 0)
         super().__init__(model, step, **{**options, "strategy": "fsdp" if self._stage else "ddp", "device": device})
 
@@ -65,34 +66,34 @@ class TorchDeepSpeed(TorchParallel):
         other = next((name for name in module.places if module.parameter(name).dtype != torch.float32), None)
         if other is not None:
             raise UnsupportedError(
-                f"DeepSpeed trains parameters in float32, and `{other}` is not: it would keep its own copies",
-                hint='take `strategy="fsdp"` (`--strategy fsdp`)',
+                f"DeepSpeed trains only float32 parameters, and `{other}` is not float32",
+                hint='use FSDP: `strategy="fsdp"` (`--strategy fsdp`)',
             )
         deepspeed = _import_deepspeed(self._device, "steps_per_print" in self._settings)
         self._update_runner = _UpdateRunner(module.parameters())
-        with contextlib.redirect_stdout(sys.stderr):  # it prints what it builds
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed prints
             self._deepspeed, *_ = deepspeed.initialize(
                 model=module, optimizer=self._update_runner, config=self._settings, dist_init_required=False
             )
         self._fragments = {name: self._find_fragment(module.parameter(name)) for name in module.places if self._stage}
-        spans = {name: (part.start, part.size) for name, part in self._fragments.items()}
+        spans = {name: (fragment.start, fragment.size) for name, fragment in self._fragments.items()}
         self._spans = self.group.gather(spans)
         return self._deepspeed
 
     def _find_fragment(self, parameter: nn.Parameter) -> _Fragment:
-        """By DeepSpeed's own notes about where it has put what."""
+        """Return the fragment of a parameter, by DeepSpeed's own mapping."""
         zero = self._deepspeed.optimizer
         if self._stage < 3:
-            found = parameter._hp_mapping
+            mapping = parameter._hp_mapping
             partition = zero.single_partition_of_fp32_groups[0]
-            if found is None:
+            if mapping is None:
                 return _Fragment(0, 0, partition, 0)
-            inner, at = found.lp_fragment_address, found.hp_fragment_address.start
-            return _Fragment(inner.start, inner.numel, partition, at)
+            address, at = mapping.lp_fragment_address, mapping.hp_fragment_address.start
+            return _Fragment(address.start, address.numel, partition, at)
         if len(zero.fp32_partitioned_groups_flat) > 1:
             raise UnsupportedError(
-                "DeepSpeed would update one group of parameters after the other, and the update is of all at once",
-                hint="leave `sub_group_size` out of its configuration",
+                "DeepSpeed must update all parameters at once, not in groups",
+                hint="remove `sub_group_size` from its configuration",
             )
         _, at, padded = zero.grad_position[zero.get_param_id(parameter)]
         start = min(self.group.rank * padded, parameter.ds_numel)
@@ -101,38 +102,40 @@ class TorchDeepSpeed(TorchParallel):
     # ---- what state is where -----------------------------------------------------------------------------------------
 
     def _fragment(self, name: str) -> _Fragment | None:
-        """Where the numbers of a parameter, or of state that follows it, are divided."""
+        """Return the fragment of a parameter, or of state of its shape."""
         return self._fragments.get(self._follows(name) or name)
 
     def _own(self, name: str, array: np.ndarray) -> torch.Tensor:
-        part = self._fragment(name)
-        if not self.is_sharded or part is None:
+        fragment = self._fragment(name)
+        if not self.is_sharded or fragment is None:
             return self._framework.tensor(np.array(array))
-        return self._framework.tensor(np.array(array.reshape(-1)[part.start : part.start + part.size]))
+        return self._framework.tensor(np.array(array.reshape(-1)[fragment.start : fragment.start + fragment.size]))
 
     def _local(self, name: str) -> torch.Tensor:
         if name not in self._fragments:
             return super()._local(name)
         return self._shaped(name, self._fragments[name].of(self._fragments[name].partition).detach())
 
-    def _shaped(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """A row of numbers, unless it is all of a tensor."""
-        return part if self.is_sharded else part.view(self._shape(name))
+    def _shaped(self, name: str, row: torch.Tensor) -> torch.Tensor:
+        """Return a fragment: flat if state is sharded, else in the shape of the parameter."""
+        return row if self.is_sharded else row.view(self._shape(name))
 
-    def _gathered(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """All of a tensor of which each process has a row of numbers; all processes must ask for it."""
+    def _gathered(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor from the flat fragments of all processes, which must all call this."""
         spans = [spans[self._follows(name) or name] for spans in self._spans]
         longest = max(size for _, size in spans)
-        mine = part.new_zeros(longest)
-        mine[: len(part)] = part
-        found = [torch.empty_like(mine).view(torch.uint8) for _ in spans]
-        dist.all_gather(found, mine.view(torch.uint8))
-        rows = [(start, row.view(part.dtype)[:size]) for (start, size), row in zip(spans, found, strict=True) if size]
+        mine = local.new_zeros(longest)
+        mine[: len(local)] = local
+        buffers = [torch.empty_like(mine).view(torch.uint8) for _ in spans]
+        dist.all_gather(buffers, mine.view(torch.uint8))
+        rows = [
+            (start, row.view(local.dtype)[:size]) for (start, size), row in zip(spans, buffers, strict=True) if size
+        ]
         return torch.cat([row for _, row in sorted(rows, key=lambda row: row[0])]).view(self._shape(name))
 
     def _start_of(self, name: str) -> int | None:
-        part = self._fragment(name)
-        return part.start if part is not None else super()._start_of(name)
+        fragment = self._fragment(name)
+        return fragment.start if fragment is not None else super()._start_of(name)
 
     # ---- what an engine does -----------------------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class TorchDeepSpeed(TorchParallel):
         self._deepspeed.backward(loss)
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Nothing yet: DeepSpeed keeps gradients to itself until its step."""
+        """Return an empty tensor: DeepSpeed has the gradients until its step."""
         return parameter.new_empty(0)
 
     def _commit(self, outputs: dict[str, Any], gradients: Tensors) -> None:
@@ -149,24 +152,24 @@ class TorchDeepSpeed(TorchParallel):
             self._deepspeed.step()
         if not self._update_runner.has_run and bool(outputs[self.loss].isfinite()):
             raise TrainingError(
-                "the norm of gradients is not finite, and ZeRO 3 leaves out such an update",
-                hint="take stage 1 or 2, or look for extreme values in the data",
+                "ZeRO 3 skipped an update: the gradient norm is not finite",
+                hint="use stage 1 or 2, or look for extreme values in the data",
             )
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
-        found: Tensors = {}
+        rows: Tensors = {}
         self._differentiate(batch, self._contract.batch)
-        with self._updating_by(lambda: found.update(self._gradients())):
+        with self._updating_by(lambda: rows.update(self._gradients())):
             self._deepspeed.step()
         parameters = self._update_contract.gradients
-        whole = {parameters[name]: tensor for name, tensor in found.items()}
+        whole = {parameters[name]: tensor for name, tensor in rows.items()}
         if self.is_sharded:
-            whole = {x: self._gathered(x, part) if x in self._fragments else part for x, part in whole.items()}
+            whole = {x: self._gathered(x, row) if x in self._fragments else row for x, row in whole.items()}
         return {x: self._framework.owned(tensor) for x, tensor in whole.items()}
 
     @contextlib.contextmanager
     def _updating_by(self, update: Callable[[], None]) -> Iterator[None]:
-        """Within it, a step of DeepSpeed calls that when gradients are where they belong."""
+        """Let DeepSpeed's step call `update`, once gradients are in the partitions."""
         self._update_runner.prepare(update)
         try:
             yield
@@ -181,17 +184,19 @@ class TorchDeepSpeed(TorchParallel):
             return torch.zeros_like(self._local(x))
         if x not in self._fragments:
             return super()._gradient(self._forward.parameter(x))
-        part = self._fragments[x]
-        return self._shaped(x, part.of(part.partition.grad))
+        fragment = self._fragments[x]
+        return self._shaped(x, fragment.of(fragment.partition.grad))
 
     @torch.no_grad()
     def load_state(self, state: Arrays) -> None:
         super().load_state(state)
-        for name in self._fragments.keys() & state.keys():  # and what DeepSpeed computes with
+        for name in self._fragments.keys() & state.keys():  # also the copies that the forward pass reads
             parameter, whole = self._forward.parameter(name), self._framework.tensor(np.array(state[name]))
             if self._stage == 3:
-                part = self._fragments[name]
-                parameter.ds_tensor[: part.size].copy_(whole.reshape(-1)[part.start : part.start + part.size])
+                fragment = self._fragments[name]
+                parameter.ds_tensor[: fragment.size].copy_(
+                    whole.reshape(-1)[fragment.start : fragment.start + fragment.size]
+                )
             if parameter.numel() == whole.numel():
                 parameter.copy_(whole)
 
@@ -205,10 +210,10 @@ class TorchDeepSpeed(TorchParallel):
 
 
 class _UpdateRunner(torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer to DeepSpeed, which runs the update of a training model."""
+    """An optimizer for DeepSpeed that runs the update of a training model."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        super().__init__(parameters, {"lr": 0.0})  # which is in the training model
+        super().__init__(parameters, {"lr": 0.0})  # ignored: the learning rate is in the training model
         self.prepare(None)
 
     def prepare(self, update: Callable[[], None] | None) -> None:
@@ -223,9 +228,9 @@ class _UpdateRunner(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def _import_deepspeed(device: torch.device, speaks: bool) -> Any:
-    """DeepSpeed, with the processes that are there: this one alone, too. It speaks if it is asked to, and to stderr."""
+    """Import DeepSpeed, which also needs a process group for one process, and send its log to stderr."""
     if device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it looks for a GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU
     try:
         import deepspeed
     except ModuleNotFoundError as error:

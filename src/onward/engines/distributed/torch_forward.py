@@ -1,4 +1,4 @@
-"""The forward pass on PyTorch, part by part: the blocks that a graph repeats, and what is before, between and after."""
+"""The forward pass on PyTorch as a sequence of parts: repeated blocks, and the nodes before, between and after them."""
 
 from __future__ import annotations
 
@@ -26,34 +26,33 @@ from onward.model.core import is_gradient
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExecutablePart:
-    """A part of a graph. Those that are equal share what executes them, and so what is compiled."""
+    """A part of a graph. Equal parts share `execute`, and thus what is compiled."""
 
     interface: PartInterface
     execute: Run
 
     def run(self, values: Mapping[str, Any]) -> Sequence[Any]:
-        """What it makes."""
         return self.execute([values[name] for name in self.interface.reads])
 
 
 def make_parts(model: Model, parameters: Collection[str], framework: Torch) -> list[ExecutablePart]:
-    """The parts of a graph whose parameters are initializers. The model is changed: it must be the caller's own."""
+    """Return the parts of a graph whose parameters are initializers. This changes the model."""
     models = models_of_parts(model, cut_into_parts(model, parameters), parameters)
-    executed = {inner: _executed(inner, framework) for inner in {inner for _, inner in models}}
-    return [ExecutablePart(interface, executed[inner]) for interface, inner in models]
+    executed = {submodel: _executed(submodel, framework) for submodel in {submodel for _, submodel in models}}
+    return [ExecutablePart(interface, executed[submodel]) for interface, submodel in models]
 
 
 def _executed(model: Model, framework: Torch) -> Run:
-    """A model as a function from its inputs to its outputs, in their order."""
+    """Return a model as a function from inputs to outputs, both in order."""
     inputs, outputs = ([value.name or "" for value in values] for values in (model.graph.inputs, model.graph.outputs))
     differs = any(is_gradient(node) or "seed" in node.attributes for node in model.graph.all_nodes())
     execute = interpreter(model.copy(), framework)
 
     def run(values: Sequence[Any]) -> list[Any]:
-        made = execute(dict(zip(inputs, values, strict=True)))
-        return [made[name] for name in outputs]
+        results = execute(dict(zip(inputs, values, strict=True)))
+        return [results[name] for name in outputs]
 
-    if differs or not framework.can_be_recorded:  # gradients within, and generators, are made anew each time
+    if differs or not framework.can_be_recorded:  # gradients and random generators cannot be replayed
         return run
     recorded = Recorded(run)
 
@@ -65,7 +64,7 @@ def _executed(model: Model, framework: Torch) -> Run:
 
 
 class ForwardModule(nn.Module):  # type: ignore[misc]
-    """The forward pass of a training step, down to its loss: a module of modules, one for each part."""
+    """The forward pass of a training step including the loss, with a submodule for each part."""
 
     def __init__(
         self,
@@ -78,13 +77,13 @@ class ForwardModule(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._outputs = list(outputs)
         self.places: dict[str, tuple[nn.Module, str]] = {}
-        """Which module has which parameter, and under which name."""
-        owned = {name for part in parts for name in part.interface.own}
+        """Name of a parameter -> its module, and its name there."""
+        owned = {name for executable in parts for name in executable.interface.own}
         for name in (name for name in tensors if name not in owned):
             self._hold(self, name, tensors[name])
-        self.parts = nn.ModuleList(_PartModule(part, recompute and part.interface.is_block) for part in parts)
-        for module, part in zip(self.parts, parts, strict=True):
-            for name in part.interface.own:
+        self.parts = nn.ModuleList(_PartModule(p, recompute and p.interface.is_block) for p in parts)
+        for module in self.parts:
+            for name in module.part.interface.own:
                 self._hold(module, name, tensors[name])
 
     def _hold(self, module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -102,14 +101,14 @@ class ForwardModule(nn.Module):  # type: ignore[misc]
     def forward(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         values = {**inputs, **{name: getattr(m, key) for name, (m, key) in self.places.items() if m is self}}
         for module in self.parts:
-            given = (values[name] for name in module.given)
-            results = module(*(x.wait() if isinstance(x, SumUnderWay) else x for x in given))
+            inputs_of_part = (values[name] for name in module.given)
+            results = module(*(x.wait() if isinstance(x, SumUnderWay) else x for x in inputs_of_part))
             module.part.interface.hand_over(values, results)
         return {name: values[name] for name in self._outputs}
 
 
 class _PartModule(nn.Module):  # type: ignore[misc]
-    """A part with its own parameters."""
+    """A part with the parameters that only it reads."""
 
     def __init__(self, part: ExecutablePart, recomputes: bool):
         super().__init__()
@@ -128,27 +127,28 @@ class _PartModule(nn.Module):  # type: ignore[misc]
 
 
 def run_parts(parts: Iterable[ExecutablePart], values: dict[str, Any], fetch: Any) -> dict[str, Any]:
-    """The same without a module: parameters are fetched when a part needs them, and given back after it."""
-    for part in parts:
-        parameters = {name: fetch(name) for name in part.interface.reads if name not in values}
-        part.interface.hand_over(values, part.run(values | parameters))
+    """Run parts without a module: `fetch` returns a parameter when a part needs it, and it is freed after the part."""
+    for executable in parts:
+        parameters = {name: fetch(name) for name in executable.interface.reads if name not in values}
+        executable.interface.hand_over(values, executable.run(values | parameters))
     return values
 
 
-# ---- what processes that train together exchange, as operators of PyTorch --------------------------------------------
+# ---- collectives as operators of PyTorch -----------------------------------------------------------------------------
 
 
 def gather_samples(own: dict[str, Any], group: dist.ProcessGroup | None, size: int) -> dict[str, Any]:
-    """The samples that the processes of a group have, each of them its own."""
-    parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, own, group=group)
+    """Return the samples of all processes of a group."""
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, own, group=group)
     return {
-        name: np.concatenate([part[name] for part in parts]) if np.ndim(array) else array for name, array in own.items()
+        name: np.concatenate([arrays[name] for arrays in gathered]) if np.ndim(array) else array
+        for name, array in own.items()
     }
 
 
 class SumUnderWay:
-    """The sum over all shares of a batch, which is exchanged while this process goes on."""
+    """An asynchronous sum over all shares of a batch."""
 
     def __init__(self, x: torch.Tensor):
         self._copies = join_group().copies
@@ -161,14 +161,17 @@ class SumUnderWay:
 
 
 def derivative_of_common_sum() -> float:
-    """Of a sum by one share, where all know the derivative of what follows: such that the mean is the gradient."""
+    """Return the factor by which averaged gradients of a global sum become the gradient.
+
+    All processes compute the same derivative of what follows the sum.
+    """
     group = join_group()
     return group.size / group.copies
 
 
 @torch.library.custom_op("onward::sum_over_shares", mutates_args=(), schema="(Tensor x, bool is_common) -> Tensor")
 def sum_over_shares(x: torch.Tensor, is_common: bool) -> torch.Tensor:
-    """As an operator it can be recorded."""
+    """Sum over all shares, as an operator, so that it can be recorded."""
     return SumUnderWay(x).wait()
 
 
@@ -182,7 +185,7 @@ def _remember(ctx: Any, inputs: tuple[torch.Tensor, bool], output: torch.Tensor)
 
 
 def _differentiate(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """Another sum, unless all know it already."""
+    """Sum the derivatives of all processes, unless they all have the same."""
     return dy * derivative_of_common_sum() if ctx.is_common else sum_over_shares(dy, False), None
 
 
@@ -190,7 +193,7 @@ sum_over_shares.register_autograd(_differentiate, setup_context=_remember)
 
 
 class ParallelTorch(Torch):
-    """PyTorch with gradients left on, and sums over processes."""
+    """PyTorch with gradients left on, and all-reduces."""
 
     def __init__(self, device: torch.device, mesh: DeviceMesh | None, **options: Any):
         super().__init__(str(device), **options)

@@ -1,8 +1,8 @@
-"""Training on PyTorch in several processes: its own DDP or FSDP2 around the forward pass, our update after it.
+"""Training on PyTorch in several processes: DDP or FSDP2 around the forward pass, then the training model's update.
 
-The forward pass is a module (see torch_forward.py), which PyTorch wraps as it would any other; so gradients are
-averaged, or each process keeps a shard of parameters, gradients and optimizer state and gathers one block at a time.
-The update is the graph that all engines run, on whole tensors or on shards.
+The forward pass is a module (see torch_forward.py), which PyTorch wraps as any other: DDP averages gradients; FSDP
+shards parameters, gradients and optimizer state and gathers one block at a time. The update is the graph that all
+engines run, on whole tensors or on shards.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from onward.model.storage import describe_tensor
 
 Tensors = dict[str, torch.Tensor]
 _LOSS = "loss of the step"
-"""What the update is given beside gradients."""
+"""Name of the loss among the inputs of the update."""
 
 
 class TorchParallel(Engine):
-    """A step of a training model in one of several processes."""
+    """A step of a training model with `ddp`, `fsdp` or `hybrid`, and the base of the other strategies."""
 
     def __init__(
         self,
@@ -93,14 +93,14 @@ class TorchParallel(Engine):
         del self._whole
 
     def _make_mesh(self, strategy: str) -> DeviceMesh | None:
-        """Return the processes over which tensors are sharded: none, all, or those of a machine."""
-        group, kind = self.group, self._device.type
+        """Return the mesh that tensors are sharded over: None, all processes, or those of a machine."""
+        group, device = self.group, self._device.type
         if strategy == "ddp" or group.size == 1:
             return None
         here = int(os.environ.get("LOCAL_WORLD_SIZE", group.size))
         if strategy == "fsdp" or here == group.size:
-            return init_device_mesh(kind, (group.size,))
-        return init_device_mesh(kind, (group.size // here, here), mesh_dim_names=("replicate", "shard"))
+            return init_device_mesh(device, (group.size,))
+        return init_device_mesh(device, (group.size // here, here), mesh_dim_names=("replicate", "shard"))
 
     def _forward_framework(self, **options: Any) -> Torch:
         return ParallelTorch(self._device, None, **options)
@@ -124,20 +124,20 @@ class TorchParallel(Engine):
         self._update = self._update_step(update, compile)
 
     def _step_options(self) -> LoweringOptions:
-        """How the forward pass of a step is lowered, where that is not as for evaluation."""
+        """Return the options for lowering the forward pass of a step."""
         return self._lowering_options
 
     def _update_step(self, update: Model, compile: bool) -> Callable[..., tuple[Tensors, dict[str, Any]]]:
-        """(state, (), gradients and loss) -> (new state, metrics); what is compiled writes over the state itself."""
+        """Return a function (state, (), gradients and loss) -> (new state, metrics)."""
         contract, exchanges = self._update_contract, any(map(is_all_reduce, update.graph.all_nodes()))
         execute = interpreter(update, self._updating)
 
-        def compute(state: Tensors, _: Tensors, given: Tensors) -> tuple[Tensors, dict[str, Any]]:
-            results = execute({**state, **given})
+        def compute(state: Tensors, _: Tensors, inputs: Tensors) -> tuple[Tensors, dict[str, Any]]:
+            results = execute({**state, **inputs})
             new = {name: self._updating.place(results[value]) for name, value in contract.update.items()}
-            return if_finite(self._updating, given[_LOSS], new, state), {n: results[n] for n in contract.metrics}
+            return if_finite(self._updating, inputs[_LOSS], new, state), {n: results[n] for n in contract.metrics}
 
-        captures = self._device.type == "cuda" and exchanges  # in one interface with collectives, which was not tried
+        captures = self._device.type == "cuda" and exchanges  # CUDA graphs with collectives are untested
         return self._updating.compile(compute) if compile and not captures else compute
 
     def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> ForwardModule:
@@ -152,7 +152,7 @@ class TorchParallel(Engine):
         return ForwardModule(parts, tensors, [value.name or "" for value in forward.outputs], recompute=recompute)
 
     def _parameter(self, name: str) -> torch.Tensor:
-        """A parameter as the forward pass is to hold it, before anybody wraps that."""
+        """Return a parameter for the forward pass, before DDP or FSDP wraps that."""
         return self._framework.tensor(np.array(self._whole[name]))
 
     def _wrap(self, module: ForwardModule) -> nn.Module:
@@ -162,17 +162,17 @@ class TorchParallel(Engine):
         scalars = {x for x in module.parameters() if x.ndim == 0}
         if scalars:
             raise UnsupportedError(
-                "FSDP does not shard parameters that are single numbers, and the model has some",
-                hint='take `strategy="ddp"` (`--strategy ddp`), or freeze them',
+                "FSDP cannot shard scalar parameters",
+                hint='use `strategy="ddp"` (`--strategy ddp`), or freeze them',
             )
         for block in module.blocks():
             fully_shard(block, mesh=self._mesh)
         return fully_shard(module, mesh=self._mesh)
 
-    # ---- what state is where -----------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def _sharded_names(self) -> set[str]:
-        """Inputs of the update of which this process has a shard: parameters, gradients, and state of their shape."""
+        """Return the sharded inputs of the update: parameters, gradients, and state of their shape."""
         gradients = {name for name, x in self._update_contract.gradients.items() if x in self._trained}
         return {*self._trained, *gradients, *(s.name for s in self.states() if self._is_split(s.name))}
 
@@ -180,7 +180,7 @@ class TorchParallel(Engine):
         return self.is_sharded and (name in self._trained or self._follows(name) is not None)
 
     def _follows(self, name: str) -> str | None:
-        """The parameter that state of the same shape belongs to."""
+        """Return the parameter of a state of the same shape."""
         owner = self._owners.get(name)
         if owner not in self._trained or name == owner:
             return None
@@ -191,7 +191,7 @@ class TorchParallel(Engine):
         return {state.name: state.parameter for state in self.states()}
 
     def _own(self, name: str, array: np.ndarray) -> torch.Tensor:
-        """State as this process has it."""
+        """Return this process's shard of a state, or all of it if it is not sharded."""
         if not self._is_split(name):
             return self._framework.tensor(np.array(array))
         assert self._mesh is not None
@@ -205,13 +205,13 @@ class TorchParallel(Engine):
         return parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.detach()
 
     def _full(self, name: str) -> torch.Tensor:
-        """All of a tensor; all processes must ask for it."""
+        """Return the whole of a state. All processes must call this."""
         if not self._is_split(name):
             return self._local(name)
         return self._gathered(name, self._local(name))
 
     def _gathered(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """All of a tensor that is split as the state of this name is."""
+        """Return the whole of a tensor that is sharded like the state of this name."""
         assert self._mesh is not None
         placements = [*([Replicate()] * (self._mesh.ndim - 1)), Shard(0)]
         whole = torch.empty(self._shape(name), device="meta")
@@ -224,7 +224,7 @@ class TorchParallel(Engine):
         assert tensor is not None
         return tuple(tensor.shape.numpy())
 
-    # ---- what an engine does -----------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Arrays | Sequence[Arrays]) -> Mapping[str, np.ndarray]:
         with memory_of("torch"):
@@ -234,8 +234,8 @@ class TorchParallel(Engine):
         return FetchedResults(self._framework, {name: outputs[name] for name in metrics if name in outputs})
 
     def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
-        given = self._samples(batch, inputs)
-        tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
+        samples = self._samples(batch, inputs)
+        tensors = {name: self._framework.adopt(samples[name]) for name in self._contract.batch}
         state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
         outputs = self._module({**state, **tensors, **self._start_first_sums(tensors)})
         last = {name: SumUnderWay(self._framework.place(outputs[name])) for name in self._last_sums}
@@ -255,7 +255,7 @@ class TorchParallel(Engine):
         return {name: SumUnderWay(self._framework.place(x)) for name, x in local.items()}
 
     def _samples(self, batch: Any, inputs: Any) -> dict[str, Any]:
-        """What this process computes with of a batch."""
+        """Return the arrays of a batch that this process computes with."""
         self.group.copies = copies_of(batch, self.group)
         return self._fitting(batch, inputs)
 
@@ -263,14 +263,14 @@ class TorchParallel(Engine):
         loss.backward()
 
     def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
-        found, parameter.grad = parameter.grad, None
-        if found is None:
-            found = torch.zeros_like(parameter)
-        return found.to_local() if isinstance(found, DTensor) else found
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     @torch.no_grad()
     def _commit(self, outputs: dict[str, Any], gradients: Tensors) -> None:
-        """The new state over the old one, unless the loss is not finite."""
+        """Write the new state over the old one, unless the loss is not finite."""
         loss = self._framework.place(outputs[self.loss])
         changed = {name: self._framework.place(outputs[new]) for name, new in self._contract.update.items()}
         if changed:
@@ -285,10 +285,11 @@ class TorchParallel(Engine):
             self._local(name).copy_(tensor)
 
     def gradients(self, batch: Arrays) -> dict[str, np.ndarray]:
-        _, found = self._differentiate(batch, self._contract.batch)
+        _, gradients = self._differentiate(batch, self._contract.batch)
         parameters = self._update_contract.gradients
         whole = {
-            x: self._gathered(x, found[name]) if self._is_split(x) else found[name] for name, x in parameters.items()
+            x: self._gathered(x, gradients[name]) if self._is_split(x) else gradients[name]
+            for name, x in parameters.items()
         }
         return {name: self._framework.owned(tensor) for name, tensor in whole.items()}
 
@@ -297,29 +298,29 @@ class TorchParallel(Engine):
         if self._evaluation is None:
             lowered = lower_for_engine(self.model, self._steps, "evaluation", self._lowering_options)
             contract = contract_of(lowered)
-            held = [name for name in contract.state if name in self._trained]
-            hold_as_initializers(lowered, held, self._carried)
-            self._evaluation = make_parts(lowered, held, self._framework), contract
+            names = [name for name in contract.state if name in self._trained]
+            hold_as_initializers(lowered, names, self._carried)
+            self._evaluation = make_parts(lowered, names, self._framework), contract
         parts, contract = self._evaluation
         self.group.copies = copies_of(batch, self.group)
-        given = self._fitting(batch, contract.batch)
-        values = {name: self._framework.adopt(given[name]) for name in contract.batch}
+        samples = self._fitting(batch, contract.batch)
+        values = {name: self._framework.adopt(samples[name]) for name in contract.batch}
         results = run_parts(parts, values, self._full)
         return {name: self._framework.owned(results[name]) for name in (*contract.metrics, *contract.outputs)}
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Model | None]:
-        """Of tensors that are sharded, the first process gets one after the other, when it reads them."""
+        """Yield the updated model on rank 0, which gathers each sharded tensor when it is read."""
         if not self.is_sharded:
             yield self.updated()
         elif self.group.is_first:
             try:
                 yield self._lazily_updated()
             finally:
-                self.group.gather(None)  # that was all
+                self.group.gather(None)  # ends the loop of the other processes
         else:
-            while (wanted := self.group.gather(None)[0]) is not None:
-                self._full(wanted)
+            while (name := self.group.gather(None)[0]) is not None:
+                self._full(name)
             yield None
 
     def _lazily_updated(self) -> Model:
@@ -343,7 +344,7 @@ class TorchParallel(Engine):
         }
 
     def _start_of(self, name: str) -> int | None:
-        """At which number of a tensor that of this process begins; None if another one has the same."""
+        """Return the index of a shard's first element in the flat tensor; None if another process saves the shard."""
         if self._mesh is None or not self._is_split(name):
             return 0 if self.group.is_first else None
         if self._mesh.ndim > 1 and self._mesh.get_local_rank(0):
@@ -367,11 +368,11 @@ class TorchParallel(Engine):
 
     @property
     def blocks(self) -> int:
-        """How many blocks of the model FSDP gathers one at a time."""
+        """Number of blocks, which FSDP gathers one at a time."""
         return len(self._forward.blocks())
 
     def held_tensors(self) -> list[torch.Tensor]:
-        """What this process holds of parameters and other state."""
+        """Return this process's shards of parameters and other state."""
         return [self._local(name) for name in self._carried]
 
     def close(self) -> None:
@@ -379,15 +380,15 @@ class TorchParallel(Engine):
 
 
 def _rows_of_shard(count: int, mesh: DeviceMesh) -> slice:
-    """Which rows of a tensor FSDP gives to this process."""
+    """Return the rows of a tensor that FSDP gives to this process."""
     last = mesh.ndim - 1
-    each = -(-count // mesh.size(last))
-    start = min(mesh.get_local_rank(last) * each, count)
-    return slice(start, min(start + each, count))
+    rows = -(-count // mesh.size(last))
+    start = min(mesh.get_local_rank(last) * rows, count)
+    return slice(start, min(start + rows, count))
 
 
 def hold_as_initializers(model: Model, names: Sequence[str], carried: Mapping[str, ir.Value]) -> None:
-    """Let parameters, which a lowered graph is given, be its own: blocks are told by them."""
+    """Turn parameters from inputs of a lowered graph into initializers, by which its blocks are recognized."""
     graph = model.graph
     for value in [value for value in graph.inputs if value.name in names]:
         graph.inputs.remove(value)
@@ -403,13 +404,13 @@ def _detach(value: Any) -> Any:
 
 
 def start_together(model: Model, step: Steps = None, *, strategy: str | None = None, **options: Any) -> TorchParallel:
-    """An engine of this process, which is one of several, or alone."""
+    """Start the engine of a strategy."""
     mesh, shard, micro_batches = (options.pop(name, None) for name in ("mesh", "shard", "micro_batches"))
     strategy = strategy or "tensor"
     if (mesh or shard) and strategy != "tensor":
         raise ArgumentError(
-            f"with `{strategy}`, there is no mesh to divide tensors",
-            hint='take `strategy="tensor"` (`--strategy tensor`), or leave `mesh` and `shard` out',
+            f"strategy `{strategy}` takes no `mesh` and no `shard`",
+            hint='use `strategy="tensor"` (`--strategy tensor`), or remove `mesh` and `shard`',
         )
     if strategy == "deepspeed":
         from onward.engines.distributed.torch_deepspeed import TorchDeepSpeed

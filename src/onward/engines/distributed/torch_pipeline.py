@@ -1,8 +1,7 @@
-"""Pipelines on PyTorch: each process has some of the blocks that a graph repeats, and hands on what it makes of a part
-of the batch while it computes the next one.
+"""Pipelines on PyTorch: each process has some of the repeated blocks, and passes micro-batches on to the next process.
 
-`torch.distributed.pipelining` drives that; a stage of it is several parts in a row (see torch_forward.py). To the
-update, a process has shards of all rows, of its own tensors, or of none, of others'.
+`torch.distributed.pipelining` runs the schedule; a stage is several successive parts (see torch_forward.py). For the
+update, a process has a shard of all rows of its own tensors, and a shard of no rows of the tensors of others.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from onward.model import Model
 from onward.model.walk import ancestors
 
 _GIVEN = "given: "
-"""Before names of inputs, which are keywords of a schedule and must not be its own."""
+"""Prefix of input names, which are passed to a schedule as keywords and must not equal its own."""
 _LARGE = 1024
-"""Numbers in a constant that is a weight."""
+"""Elements from which on a constant counts as a weight."""
 
 
 class TorchPipeline(TorchParallel):
-    """A step of a training model in one of several processes, which has some of its blocks."""
+    """A step of a training model of which this process computes some blocks."""
 
     def __init__(self, model: Model, step: Steps = None, *, micro_batches: int | None = None, **options: Any):
-        self._wanted = micro_batches
+        self._micro_batches = micro_batches
         super().__init__(model, step, **options)
         refuse_fixed_batches(self.inputs)
         self._schedule: tuple[Any, PipelineScheduleSingle] | None = None
@@ -53,41 +52,41 @@ class TorchPipeline(TorchParallel):
         return init_device_mesh(self._device.type, (self.group.size,))
 
     def _step_options(self) -> LoweringOptions:
-        """As one of several processes, which a micro-batch is to the graph."""
+        """Return options that lower the step as for one of two processes: a micro-batch is a share of the batch."""
         return LoweringOptions(
             differentiate=False,
             data_parallel=DataParallel(0, 2, self._lowering_options.data_parallel.batch_norm, gradients=False),
         )
 
     def _forward_module(self, forward: Model, trained: Sequence[str], recompute: bool) -> ForwardModule:
-        known = [value.name or "" for value in forward.inputs if value.name not in self._contract.batch]
-        whole = divide_into_micro_batches(forward, known, self._contract.update.values())
+        state = [value.name or "" for value in forward.inputs if value.name not in self._contract.batch]
+        whole = divide_into_micro_batches(forward, state, self._contract.update.values())
         self._of_whole = interpreter(whole, self._framework)
         self._types = {value.name: TYPES[value.dtype] for value in forward.outputs if value.dtype is not None}
         hold_as_initializers(forward, trained, self._carried)
-        dealt = _deal_out(make_parts(forward, trained, self._framework), self.group.size)
-        flow = _Flow(forward, dealt, trained)
+        stages = _deal_out(make_parts(forward, trained, self._framework), self.group.size)
+        flow = _Flow(forward, stages, trained)
         self._flow = flow.of(self.group.rank, self._framework)
         self._readers = {name: flow.readers(name) for name in trained}
         self._groups = {
             readers: dist.new_group(readers) for readers in sorted({r for r in self._readers.values() if len(r) > 1})
         }
         own = {n: self._framework.tensor(np.array(self._whole[n])) for n in trained if self._reads(n)}
-        return ForwardModule(dealt[self.group.rank], own, self._flow.gives, recompute=recompute)
+        return ForwardModule(stages[self.group.rank], own, self._flow.gives, recompute=recompute)
 
     def _wrap(self, module: ForwardModule) -> nn.Module:
         if any(not self._shape(name) for name in self._trained):
             raise UnsupportedError(
-                "a pipeline does not deal out parameters that are single numbers, and the model has some",
-                hint="take another strategy: `--strategy ddp`, or freeze them",
+                "a pipeline cannot assign scalar parameters to processes",
+                hint='use `strategy="ddp"` (`--strategy ddp`), or freeze them',
             )
         self._forward = module
         return _Stage(module, self._flow)
 
-    # ---- what state is where -----------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def _owner(self, name: str) -> int:
-        """The process that has a parameter and what belongs to it: of those that read it, the first."""
+        """Return the rank that updates a parameter and its state: the first that reads it."""
         return self._readers[name if name in self._readers else self._follows(name) or ""][0]
 
     def _reads(self, name: str) -> bool:
@@ -117,132 +116,135 @@ class TorchPipeline(TorchParallel):
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _samples(self, batch: Any, inputs: Any) -> dict[str, Any]:
-        """All of them, in each process: who needs which is its own business."""
-        given = self._fitting(batch, inputs)
-        return given if copies_of(batch, self.group) > 1 else gather_samples(given, None, self.group.size)
+        """Return all samples, in each process."""
+        own = self._fitting(batch, inputs)
+        return own if copies_of(batch, self.group) > 1 else gather_samples(own, None, self.group.size)
 
     def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
-        given = self._samples(batch, inputs)
-        tensors = {name: self._framework.adopt(given[name]) for name in self._contract.batch}
+        samples = self._samples(batch, inputs)
+        tensors = {name: self._framework.adopt(samples[name]) for name in self._contract.batch}
         count = max((len(tensor) for tensor in tensors.values() if tensor.ndim), default=1)
-        parts = _most_parts(count, self._wanted or 4 * self.group.size)
+        micro_batches = _most_parts(count, self._micro_batches or 4 * self.group.size)
         state = {name: self._local(name) for name in self._contract.state if name not in self._trained}
         with torch.no_grad():
             of_whole = self._of_whole({**tensors, **state})
             self._send_shared_parameters()
         chunks = {f"{_GIVEN}{n}": x for n, x in tensors.items() if x.ndim and len(x) == count}
-        self._module.common = {**tensors, **state, **of_whole, COUNT: np.array(parts, np.float32)}
+        self._module.common = {**tensors, **state, **of_whole, COUNT: np.array(micro_batches, np.float32)}
         shapes = {name: (tensor.dtype, tensor.shape[1:]) for name, tensor in chunks.items()}
-        schedule = self._scheduled((parts, count // parts, shapes), parts)
-        target = torch.zeros(parts, device=self._device)
-        terms = schedule.step(target=target, **chunks, **{_GIVEN + NUMBER: torch.arange(parts)})
+        schedule = self._scheduled((micro_batches, count // micro_batches, shapes), micro_batches)
+        target = torch.zeros(micro_batches, device=self._device)
+        terms = schedule.step(target=target, **chunks, **{_GIVEN + NUMBER: torch.arange(micro_batches)})
         return {**of_whole, **self._sum_terms(terms)}, self._collect_gradients()
 
-    def _scheduled(self, key: Any, parts: int) -> PipelineScheduleSingle:
-        """A schedule knows the sizes of what is handed on, so that others need a new one."""
+    def _scheduled(self, key: Any, micro_batches: int) -> PipelineScheduleSingle:
+        """Return a schedule for the sizes in `key`."""
         if self._schedule is None or self._schedule[0] != key:
             stage = PipelineStage(self._module, self.group.rank, self.group.size, self._device)
-            kind = Schedule1F1B if parts >= self.group.size else ScheduleGPipe
-            made = kind(
-                stage, parts, loss_fn=lambda terms, _: terms[self._flow.gives.index(self.loss)].sum(), scale_grads=False
+            schedule_type = Schedule1F1B if micro_batches >= self.group.size else ScheduleGPipe
+            schedule = schedule_type(
+                stage,
+                micro_batches,
+                loss_fn=lambda terms, _: terms[self._flow.gives.index(self.loss)].sum(),
+                scale_grads=False,
             )
-            self._schedule = key, made
+            self._schedule = key, schedule
         return self._schedule[1]
 
     def _sum_terms(self, terms: Any) -> dict[str, torch.Tensor]:
-        """Metrics of the whole batch, which the last process tells the others."""
+        """Return metrics of the global batch, which the last process sends to the others."""
         last = self.group.size - 1
-        found = {}
+        metrics = {}
         for name in self._contract.metrics:
             total = torch.zeros((), dtype=self._types[name], device=self._device)
             if self.group.rank == last:
                 total = terms[self._flow.gives.index(name)].detach().sum()
             dist.broadcast(total, last)
-            found[name] = total
-        return found
+            metrics[name] = total
+        return metrics
 
     def _collect_gradients(self) -> Tensors:
-        found = {}
+        gradients = {}
         for name, x in self._update_contract.gradients.items():
             if x not in self._forward.places:
-                found[name] = torch.zeros_like(self._local(x))
+                gradients[name] = torch.zeros_like(self._local(x))
                 continue
             gradient = self._gradient(self._forward.parameter(x))
             if len(self._readers[x]) > 1:
                 dist.all_reduce(gradient, group=self._groups[self._readers[x]])
-            found[name] = gradient if self._owner(x) == self.group.rank else gradient[:0]
-        return found
+            gradients[name] = gradient if self._owner(x) == self.group.rank else gradient[:0]
+        return gradients
 
     def _send_shared_parameters(self) -> None:
-        """Let all that read a parameter have it as its owner has it."""
+        """Send parameters that several processes read from the owner to the others."""
         for name in (name for name in self._trained if self._reads(name) and len(self._readers[name]) > 1):
             dist.broadcast(self._copy(name), self._owner(name), group=self._groups[self._readers[name]])
 
 
 class _Stage(nn.Module):  # type: ignore[misc]
-    """The stage of a pipeline that a process computes for each micro-batch."""
+    """The stage of a process, which computes one micro-batch."""
 
     def __init__(self, inner: ForwardModule, flow: _FlowOfOne):
         super().__init__()
         self._inner, self._flow = inner, flow
         self.common: dict[str, Any] = {}
-        """What all micro-batches read."""
+        """Values that all micro-batches read."""
 
-    def forward(self, *received: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
-        own = {name.removeprefix(_GIVEN): value for name, value in given.items()}
+    def forward(self, *received: torch.Tensor, **chunks: Any) -> tuple[torch.Tensor, ...]:
+        own = {name.removeprefix(_GIVEN): value for name, value in chunks.items()}
         own[NUMBER] = np.array([0, own[NUMBER].item()], np.uint32)
         values = {**self.common, **own, **dict(zip(self._flow.takes, received, strict=False))}
         if self._flow.beside is not None:
             values |= self._flow.beside(values)
-        made = self._inner(values)
-        return tuple(made[name].reshape(-1) if self._flow.is_last else made[name] for name in self._flow.gives)
+        results = self._inner(values)
+        return tuple(results[name].reshape(-1) if self._flow.is_last else results[name] for name in self._flow.gives)
 
 
-# ---- who computes what -----------------------------------------------------------------------------------------------
+# ---- stages and the values between them ------------------------------------------------------------------------------
 
 
 def _deal_out(parts: Sequence[ExecutablePart], size: int) -> list[list[ExecutablePart]]:
-    """As many blocks for each process as for others, or one more. What is between goes with the block before it."""
-    blocks = [at for at, part in enumerate(parts) if part.interface.is_block]
+    """Return the parts of each process: equal numbers of blocks, or one more; other parts follow the block before."""
+    blocks = [index for index, executable in enumerate(parts) if executable.interface.is_block]
     if len(blocks) < size:
         raise UnsupportedError(
-            f"the graph repeats {len(blocks)} blocks, which {size} processes cannot deal out",
-            hint="take fewer processes, or another strategy: `--strategy fsdp`",
+            f"the model has {len(blocks)} blocks, fewer than {size} processes",
+            hint='use fewer processes, or `strategy="fsdp"` (`--strategy fsdp`)',
         )
-    starts = [0, *(int(group[0]) for group in np.array_split(blocks, size)[1:]), len(parts)]
+    starts = [0, *(int(own[0]) for own in np.array_split(blocks, size)[1:]), len(parts)]
     return [list(parts[start:end]) for start, end in itertools.pairwise(starts)]
 
 
-def _most_parts(count: int, wanted: int) -> int:
-    """Into how many equal parts samples can be divided."""
-    return max(parts for parts in range(1, min(count, wanted) + 1) if count % parts == 0)
+def _most_parts(count: int, most: int) -> int:
+    """Return the largest divisor of `count` up to `most`."""
+    return max(divisor for divisor in range(1, min(count, most) + 1) if count % divisor == 0)
 
 
 @dataclasses.dataclass
 class _FlowOfOne:
-    """What a process is handed, and hands on."""
+    """The values that a stage receives and sends."""
 
     takes: list[str]
     gives: list[str]
     beside: Interpreter | None
-    """What computes values that others have, too, and that no weight is needed for: masks, positions, sizes."""
+    """Recomputes values of other stages that need no weights: masks, positions, sizes."""
     is_last: bool
 
 
 class _Flow:
-    """What goes from process to process."""
+    """The values that go from stage to stage."""
 
     def __init__(self, forward: Model, dealt: Sequence[Sequence[ExecutablePart]], trained: Sequence[str]):
         self._forward, self._size = forward, len(dealt)
         self._values = {v.name: v for node in forward.graph for v in node.outputs}
         weights = {v for v in forward.graph.initializers.values() if v.name in trained or _is_large(v)}
-        self._reads = [{name for part in parts for name in part.interface.reads} for parts in dealt]
+        self._reads = [{name for executable in parts for name in executable.interface.reads} for parts in dealt]
         self._results = [value.name or "" for value in forward.outputs]
         self._reads[-1].update(self._results)
-        self._made = [[name for part in parts for name in part.interface.makes] for parts in dealt]
+        self._made = [[name for executable in parts for name in executable.interface.makes] for parts in dealt]
         self._beside = {
             name
-            for name in {name for made in self._made for name in made}
+            for name in {name for names in self._made for name in names}
             if weights.isdisjoint(ancestors([self._values[name]])[1])
         }
 
@@ -258,13 +260,13 @@ class _Flow:
 
     def _handed_on(self, rank: int) -> list[str]:
         later = {name for reads in self._reads[rank + 1 :] for name in reads} - self._beside
-        handed = [name for made in self._made[: rank + 1] for name in made if name in later]
+        handed = [name for names in self._made[: rank + 1] for name in names if name in later]
         for name in handed:
             dtype = self._values[name].dtype
             if dtype is not None and not dtype.is_floating_point():
                 raise UnsupportedError(
-                    f"`{name}`, which blocks of several processes read, is no float, and a pipeline hands on only such",
-                    hint="take another strategy: `--strategy fsdp`",
+                    f"a pipeline cannot send `{name}` between processes: it is not floating-point",
+                    hint='use `strategy="fsdp"` (`--strategy fsdp`)',
                 )
         return handed
 

@@ -1,8 +1,7 @@
-"""Tensor parallelism on PyTorch: processes have the same samples, and divide products among them.
+"""Tensor parallelism on PyTorch: processes have the same samples and share matmuls.
 
-Which weights are divided along which axis says the layout that meshes of JAX have, too. Such parameters are DTensors,
-and operators that read them compute on parts (see `Division`). Along the axis `data` of the mesh, processes have other
-samples.
+The sharding of weights is that of JAX meshes (layout.py). Sharded parameters are DTensors, and operators that read them
+compute on shards (see `Division`). Along the mesh axis `data`, processes have different samples.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from onward.model import Model
 
 
 class TorchTensorParallel(TorchParallel):
-    """A step of a training model in one of several processes that divide its products."""
+    """A step of a training model whose matmuls are sharded."""
 
     def __init__(
         self, model: Model, step: Steps = None, *, mesh: str | None = None, shard: Rules | None = None, **options: Any
@@ -48,13 +47,13 @@ class TorchTensorParallel(TorchParallel):
         sizes = {DATA: 1, MODEL: 1} | self._layout.mesh
         if sizes.pop(FSDP, 1) > 1:
             raise UnsupportedError(
-                "on PyTorch, a mesh has no axis `fsdp`", hint="take `data` in its place, or `--strategy fsdp` alone"
+                "on PyTorch, a mesh has no axis `fsdp`", hint="use `data` instead, or only `--strategy fsdp`"
             )
         if math.prod(sizes.values()) != self.group.size:
-            said = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+            shown = ",".join(f"{axis}={size}" for axis, size in sizes.items())
             raise UnsupportedError(
-                f"the mesh `{said}` is for {math.prod(sizes.values())} processes, and there are {self.group.size}",
-                hint="an axis without a size takes those that are left, as in `data=2,model`",
+                f"the mesh `{shown}` needs {math.prod(sizes.values())} processes, but there are {self.group.size}",
+                hint="an axis without a size takes the remaining processes: `--mesh data=2,model`",
             )
         self._whole_mesh = init_device_mesh(self._device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self._division = Division(self._whole_mesh[MODEL])
@@ -68,10 +67,10 @@ class TorchTensorParallel(TorchParallel):
         share = self._lowering_options.data_parallel._replace(rank=data.get_local_rank(), size=data.size())
         return self._lowering_options._replace(data_parallel=share)
 
-    # ---- what state is where -----------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     def _axis(self, name: str) -> int | None:
-        """The axis along which state is divided."""
+        """Return the axis along which state is sharded."""
         spec = self._layout.spec(name, self._shape(name))
         return next((axis for axis, along in enumerate(spec) if MODEL in along), None)
 
@@ -83,8 +82,8 @@ class TorchTensorParallel(TorchParallel):
         return {*gradients, *(name for name in self._carried if self._is_split(name))}
 
     def _parameter(self, name: str) -> torch.Tensor:
-        part, axis = self._own(name, self._whole[name]), self._axis(name)
-        return part if axis is None else self._division.join(part, axis)
+        shard, axis = self._own(name, self._whole[name]), self._axis(name)
+        return shard if axis is None else self._division.join(shard, axis)
 
     def _wrap(self, module: ForwardModule) -> nn.Module:
         self._forward = module
@@ -102,12 +101,12 @@ class TorchTensorParallel(TorchParallel):
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _samples(self, batch: Any, inputs: Any) -> dict[str, Any]:
-        """Those of all processes that divide products with this one."""
+        """Return the samples of all processes that share matmuls with this one."""
         model = self._whole_mesh[MODEL]
         copies = copies_of(batch, self.group)
         self.group.copies = max(copies, model.size())
-        given = self._fitting(batch, inputs)
-        return given if copies > 1 else gather_samples(given, model.get_group(), model.size())
+        own = self._fitting(batch, inputs)
+        return own if copies > 1 else gather_samples(own, model.get_group(), model.size())
 
     def _differentiate(self, batch: Any, inputs: Any) -> tuple[dict[str, Any], Tensors]:
         outputs, gradients = super()._differentiate(batch, inputs)
@@ -123,7 +122,7 @@ class TorchTensorParallel(TorchParallel):
 
 
 class _Dividing(ParallelTorch):
-    """PyTorch, with operators that compute on parts, which depends on the parts."""
+    """PyTorch with operators that compute on shards."""
 
     can_be_recorded = False
 
@@ -136,25 +135,25 @@ class _Dividing(ParallelTorch):
         return super().array(self._division.whole(tensor))
 
     def typed(self, tensor: torch.Tensor, dtype: ir.DataType | None) -> torch.Tensor:
-        """What a part of the graph hands on is whole."""
+        """Return a value in a type, gathered: values between parts of the graph are not sharded."""
         return super().typed(self._division.whole(tensor), dtype)
 
 
 def _average(tensors: Collection[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Replace tensors by their means over processes; those of a type travel as one."""
+    """Replace tensors by their means over processes, with one all-reduce per type."""
     for dtype in {tensor.dtype for tensor in tensors}:
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        flat = _flatten_dense_tensors(alike)
+        same_type = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = _flatten_dense_tensors(same_type)
         dist.all_reduce(flat, group=mesh.get_group())
-        for tensor, mean in zip(alike, _unflatten_dense_tensors(flat / mesh.size(), alike), strict=True):
+        for tensor, mean in zip(same_type, _unflatten_dense_tensors(flat / mesh.size(), same_type), strict=True):
             tensor.copy_(mean)
 
 
-# ---- operators on tensors of which each process has a shard ----------------------------------------------------------
+# ---- operators on shards ---------------------------------------------------------------------------------------------
 
-# A value is a plain tensor, which all processes have and compute alike, or a DTensor that is divided along one axis.
-# Operators that leave that axis alone are computed on the shards. For all else the shards are gathered first: always
-# right. Terms of a sum, which a matmul of divided rows gives, are added up at once.
+# A value is a plain tensor, which is the same on all processes, or a DTensor that is sharded along one axis. Operators
+# that do not touch that axis compute on shards. All others gather first, which is always correct. Terms of a sum, which
+# a matmul with sharded rows gives, are reduced at once.
 
 ELEMENTWISE = {
     "Abs", "Add", "And", "Cast", "Ceil", "Celu", "Clip", "Cos", "Div", "Elu", "Equal", "Erf", "Exp",
@@ -164,42 +163,42 @@ ELEMENTWISE = {
     "ThresholdedRelu", "Where",
 }  # fmt: skip
 _BY_DTENSOR = ("Expand", "Flatten", "MatMul", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""Operators that DTensor knows to compute on parts, or puts them together by itself where it cannot."""
+"""Operators that DTensor computes on shards, or gathers by itself."""
 _ALONG_AXIS = ("Concat", "LogSoftmax", "Softmax", "Split")
 _OF_SHAPES = ("Shape", "Size")
 
 
 class Division:
-    """What the processes along one axis of a mesh divide among them."""
+    """Operators that the processes along one mesh axis compute on shards."""
 
     def __init__(self, mesh: DeviceMesh):
         self._mesh = mesh
         self._size, self._rank = mesh.size(), mesh.get_local_rank()
 
     def part(self, array: np.ndarray, axis: int) -> np.ndarray:
-        """This process's part of an array, which can be divided evenly."""
+        """Return this process's shard of an array."""
         return np.split(array, self._size, axis)[self._rank]
 
-    def join(self, part: torch.Tensor, axis: int) -> DTensor:
-        """The tensor that this is a part of."""
-        return DTensor.from_local(part, self._mesh, [Shard(axis)], run_check=False)
+    def join(self, shard: torch.Tensor, axis: int) -> DTensor:
+        """Return the tensor of which this process has a shard."""
+        return DTensor.from_local(shard, self._mesh, [Shard(axis)], run_check=False)
 
     def whole(self, value: Any) -> Any:
-        """A value as a plain tensor. What is put together is kept, since several may read it, but for parameters, whose
-        numbers change."""
+        """Return a value as a plain tensor. Gathered tensors are cached for other readers, except parameters, since
+        these change."""
         if isinstance(value, list | tuple):
             return type(value)(map(self.whole, value))
         if not isinstance(value, DTensor):
             return value
-        found = getattr(value, "put_together", None)
-        if found is None:
-            found = value.redistribute(placements=[Replicate()]).to_local()
+        gathered = getattr(value, "put_together", None)
+        if gathered is None:
+            gathered = value.redistribute(placements=[Replicate()]).to_local()
         if not value.is_leaf:
-            value.put_together = found
-        return found
+            value.put_together = gathered
+        return gathered
 
     def wrap(self, operators: Operators) -> None:
-        """Let all operators of a table take values that are divided."""
+        """Let all operators of a table take sharded values."""
         own: dict[str, Function] = {
             "Attention": self._attention,
             "CastLike": self._cast_like,
@@ -223,7 +222,7 @@ class Division:
     def _by_dtensor(self, function: Function, *inputs: Any, **given: Any) -> Any:
         try:
             result = function(*map(self._spread, inputs), **given)
-        except RuntimeError as error:  # before anything was sent, and in all processes
+        except RuntimeError as error:  # raised before communication, on all processes alike
             if "Sharding propagation failed" not in str(error):
                 raise
             return self._on_wholes(function, *inputs, **given)
@@ -234,13 +233,13 @@ class Division:
         return result if is_even else self._on_wholes(function, *inputs, **given)
 
     def _spread(self, value: Any) -> Any:
-        """A plain tensor as a DTensor, which all have; its derivative is the sum of what each finds."""
+        """Return a plain tensor as a replicated DTensor; its gradient is the sum over processes."""
         if isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
             return value
         return DTensor.from_local(value, self._mesh, [Replicate()], run_check=False)
 
     def _elementwise(self, function: Function, *inputs: Any, **given: Any) -> Any:
-        """On shards, if all are divided along the same axis, counted from the last one as broadcasting does."""
+        """Compute on shards if all inputs are sharded along the same axis, counted from the last as in broadcasting."""
         ends = {x.ndim - x.placements[0].dim for x in inputs if isinstance(x, DTensor)}
         if len(ends) > 1:
             return self._on_wholes(function, *inputs, **given)
@@ -255,12 +254,12 @@ class Division:
         return self._shared(value) if is_broadcast else self._local_part(value, value.ndim - end)
 
     def _cast_like(self, function: Function, x: Any, other: Any, **given: Any) -> Any:
-        """Of the other, it is only the type."""
+        """Cast to the type of `other`, which need not be gathered."""
         like = torch.empty((), dtype=other.dtype, device=other.device)
         return self._elementwise(function, x, like, **given) if isinstance(x, DTensor) else function(x, like, **given)
 
     def _along_others(self, axes_of: Callable[..., list[int]], function: Function, *inputs: Any, **given: Any) -> Any:
-        """On shards, if they are divided along other axes than those that an operator works on."""
+        """Compute on shards if they are sharded along other axes than those that an operator works on."""
         divided = [x for x in inputs if isinstance(x, DTensor)]
         worked_on = {axis % divided[0].ndim for axis in axes_of(*inputs, **given)}
         axes = {x.placements[0].dim for x in divided}
@@ -269,7 +268,7 @@ class Division:
         return self._on_local(functools.partial(function, **given), axes.pop(), inputs)
 
     def _on_local(self, function: Function, axis: int, inputs: Sequence[Any]) -> Any:
-        """A function of the shards along an axis, which all of its results have, too."""
+        """Apply a function to shards along an axis; its results are shards along the same axis."""
         results = function(*(self._local_part(x, axis) if isinstance(x, torch.Tensor) else x for x in inputs))
         if isinstance(results, tuple):
             return tuple(self.join(result, axis) for result in results)
@@ -279,27 +278,27 @@ class Division:
         return self._spread(value).redistribute(placements=[Shard(axis)]).to_local()
 
     def _attention(self, function: Function, q: Any, k: Any, v: Any, mask: Any = None, **given: Any) -> Any:
-        """Each process has some of the heads."""
+        """Compute some of the heads on each process."""
         are_heads = all(isinstance(x, DTensor) and x.ndim == 4 and x.placements[0].dim == 1 for x in (q, k, v))
         if not are_heads or (mask is not None and mask.ndim > 2 and mask.shape[-3] > 1):
             return self._on_wholes(function, q, k, v, mask, **given)
         return self._on_local(lambda *heads: function(*heads, self._shared(mask), **given), 1, (q, k, v))
 
     def _shared(self, value: Any) -> Any:
-        """What all shards read, as each reads it: what they find of its derivative is added up."""
+        """Return the local copy of a replicated value; its gradients are summed over processes."""
         return None if value is None else self._spread(self.whole(value)).to_local(grad_placements=[Partial()])
 
     def _gather(self, function: Function, table: Any, indices: Any, *, axis: int) -> Any:
-        """Rows of a table, each of which one process has: the others give zeros."""
+        """Gather from a table with sharded rows: a process gives zeros for the rows of others."""
         is_table = isinstance(table, DTensor) and torch.is_tensor(indices) and table.placements[0].dim == axis == 0
         if not is_table:
             return self._on_wholes(function, table, indices, axis=axis)
         rows, indices = table.to_local(), self.whole(indices).long()
-        places = torch.where(indices < 0, indices + len(table), indices) - self._rank * len(rows)
-        is_here = (places >= 0) & (places < len(rows))
-        found = function(rows, torch.where(is_here, places, 0), axis=0)
-        found = torch.where(is_here.reshape(*is_here.shape, *[1] * (table.ndim - 1)), found, 0)
-        return self.whole(DTensor.from_local(found, self._mesh, [Partial()], run_check=False))
+        indices_here = torch.where(indices < 0, indices + len(table), indices) - self._rank * len(rows)
+        is_here = (indices_here >= 0) & (indices_here < len(rows))
+        rows_or_zeros = function(rows, torch.where(is_here, indices_here, 0), axis=0)
+        rows_or_zeros = torch.where(is_here.reshape(*is_here.shape, *[1] * (table.ndim - 1)), rows_or_zeros, 0)
+        return self.whole(DTensor.from_local(rows_or_zeros, self._mesh, [Partial()], run_check=False))
 
 
 def _unless_whole(plain: Function, divided: Function) -> Function:
@@ -319,7 +318,7 @@ def _sliced_axes(x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = 
 
 
 def _gemm(operators: Operators, _: Function, a: Any, b: Any, c: Any = None, **given: Any) -> Any:
-    """A matmul and a sum, so that terms of the matmul are added up before."""
+    """Compute a matmul, then a sum, so that terms of the matmul are reduced before."""
     turns = (a, given["transA"]), (b, given["transB"])
     product = operators["MatMul"](*(operators["Transpose"](x, perm=[1, 0]) if turn else x for x, turn in turns))
     product = product if given["alpha"] == 1 else operators["Mul"](product, given["alpha"])

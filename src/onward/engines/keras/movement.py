@@ -161,10 +161,7 @@ def from_start(indices, size):
 
 
 def with_dense_gradient(x):
-    """Return x.
-
-    A sparse gradient of TensorFlow would repeat rows, and optimizers would square each.
-    """
+    """Return x. A sparse gradient of TensorFlow would repeat rows, and optimizers would square each."""
     return x * 1 if keras.backend.backend() == "tensorflow" and is_float(x) else x
 
 

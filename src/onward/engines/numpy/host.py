@@ -33,10 +33,7 @@ def from_reference(name: str) -> Function:
 
 
 def _window(*coefficients):
-    """Return the operator of a sum of cosines.
-
-    A periodic window has the period `size`, not `size - 1`.
-    """
+    """Return the operator of a sum of cosines. A periodic window has the period `size`, not `size - 1`."""
 
     def window(size, *, output_datatype, periodic):
         count = size.item()

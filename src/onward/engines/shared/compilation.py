@@ -73,7 +73,7 @@ def with_products_in(
     until an operator needs float32. Else they are cast back to float32 at once.
     """
     if precision not in types:
-        raise UnknownNameError(f"there is no precision `{precision}`", hint=f"it is {', '.join(types)}")
+        raise UnknownNameError(f"unknown precision `{precision}`", hint=f"use {', '.join(types)}")
     if precision == _FULL:
         return operators
     few, full = types[precision], types[_FULL]

@@ -218,10 +218,7 @@ def _cut(x):
 
 
 def _softmax(x, axis):
-    """Return the softmax.
-
-    A fully masked row (-inf) is NaN, with the derivative 0 for a later `Where`.
-    """
+    """Return the softmax. A fully masked row (-inf) is NaN, with the derivative 0 for a later `Where`."""
 
     @tf.custom_gradient
     def softmax(x):

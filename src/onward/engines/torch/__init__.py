@@ -65,7 +65,7 @@ class Torch(Framework):
         if precision not in PRECISIONS:
             names = [name for name in PRECISIONS if name]
             raise UnknownNameError(
-                f"there is no precision `{precision}`",
+                f"unknown precision `{precision}`",
                 hint=suggest(str(precision), names) or f"one of {', '.join(names)}",
             )
         self.check_device(device, "PyTorch")
@@ -151,10 +151,7 @@ class Torch(Framework):
 
 @contextlib.contextmanager
 def _tf32(on: bool) -> Iterator[None]:
-    """Let float32 matmuls and convolutions on a GPU round to 10 bits or not.
-
-    PyTorch's default: convolutions only.
-    """
+    """Let float32 matmuls and convolutions on a GPU round to 10 bits or not. PyTorch's default: convolutions only."""
     backends = torch.backends.cuda.matmul, torch.backends.cudnn
     before = [backend.allow_tf32 for backend in backends]
     for backend in backends:

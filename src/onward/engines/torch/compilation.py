@@ -76,10 +76,7 @@ class CompiledStep:
 
 
 def _is_torn_library(error: Exception) -> bool:
-    """Delete a compiled library that cannot be loaded, and return True.
-
-    A killed compiler leaves empty files.
-    """
+    """Delete a compiled library that cannot be loaded, and return True. A killed compiler leaves empty files."""
     match = re.search(r"(\S+\.(?:so|dylib|pyd)): ", str(error))
     library = Path(match[1]) if match else None
     if library is None or not library.is_relative_to(cache_dir()) or not library.exists():
@@ -153,10 +150,7 @@ def _compiled(graph: fx.GraphModule) -> Callable[..., list[torch.Tensor]]:
 
 
 def _updates_in_half(state: Tensors) -> bool:
-    """True if an optimizer has state in 16 bits.
-
-    Its casts round, and the compiler must not drop them.
-    """
+    """True if an optimizer has state in 16 bits. Its casts round, and the compiler must not drop them."""
     halves = (name for name, tensor in state.items() if tensor.dtype in (torch.float16, torch.bfloat16))
     return any(name.rpartition("/")[0] in state for name in halves)
 
@@ -245,10 +239,7 @@ def _merge_views(graph: fx.GraphModule) -> None:
 
 
 def _return_copies(graph: fx.GraphModule) -> None:
-    """Return copies of state, too.
-
-    The compiler would drop a copy of a written input and keep an alias.
-    """
+    """Return copies of state, too. The compiler would drop a copy of a written input and keep an alias."""
     writes = [node for node in graph.graph.nodes if node.target is torch.ops.aten.copy_.default]
     written = {node.args[0] for node in writes}
     copies = [node.args[1] for node in writes if _source(node.args[1]) in written]
@@ -369,10 +360,7 @@ class Recorded:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for a plain tensor or array.
-
-    Not for tensor subclasses, sequences and string arrays (pointers).
-    """
+    """True for a plain tensor or array. Not for tensor subclasses, sequences and string arrays (pointers)."""
     return type(value) in (torch.Tensor, torch.nn.Parameter, np.ndarray) and value.dtype != object
 
 

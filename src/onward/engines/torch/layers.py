@@ -32,10 +32,7 @@ def batch_normalization(x, scale, bias, mean, variance, *, epsilon, momentum, tr
 
 
 def batch_normalization_at_once(x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):
-    """Return the result and the statistics of one call of PyTorch.
-
-    The statistics have no derivative.
-    """
+    """Return the result and the statistics of one call of PyTorch. The statistics have no derivative."""
     if not training_mode or outputs == 1:
         return batch_normalization(
             x, scale, bias, mean, variance,
