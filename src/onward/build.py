@@ -41,12 +41,12 @@ class Names:
         """Release names for reuse."""
         self._taken.difference_update(names)
 
-    def fresh(self, wanted: str) -> str:
-        name, count = wanted, self._next.get(wanted, 0)
+    def fresh(self, base: str) -> str:
+        name, count = base, self._next.get(base, 0)
         while name in self._taken:
             count += 1
-            name = f"{wanted}_{count}"
-        self._next[wanted] = count
+            name = f"{base}_{count}"
+        self._next[base] = count
         self._taken.add(name)
         return name
 
@@ -183,7 +183,7 @@ class Builder:
         self.opset = opset
         self.names = Names() if names is None else names
         self.functions = {} if functions is None else functions
-        # A nested graph has no imports of its own: what it needs, the outermost one imports.
+        # A nested graph has no imports: the outermost graph imports for it.
         self.imports = graph.opset_imports if imports is None else imports
         self._scope = scope
         self._share = share
@@ -284,7 +284,7 @@ class Builder:
         if is_sequence(value):
             return self.each(lambda op, x: op.filled_like(x.value, number), Expr(self, value)).like(value)
         element = _scalar_tensor(number, value.dtype, (1,))
-        if value.dtype is ir.DataType.BFLOAT16 and self.opset < 20:  # which ConstantOfShape does not know yet
+        if value.dtype is ir.DataType.BFLOAT16 and self.opset < 20:  # ConstantOfShape lacks bfloat16 before
             return self.Expand(self.constant(element), self.Shape(value)).like(value)
         return self.ConstantOfShape(self.Shape(value), value=element).like(value)
 
@@ -317,9 +317,9 @@ class Builder:
         inner = self._for(graph, self._scope)
         outputs = body(inner, *(Expr(inner, value) for value in inputs))
         for expr in outputs if isinstance(outputs, tuple | list) else (outputs,):
-            # An output must be made in the subgraph itself, and only once.
-            made_here = expr.value.graph is graph and not expr.value.is_graph_input()
-            fresh = made_here and not expr.value.is_graph_output()
+            # An output must be computed in the subgraph itself, and be output once.
+            computed_here = expr.value.graph is graph and not expr.value.is_graph_input()
+            fresh = computed_here and not expr.value.is_graph_output()
             graph.outputs.append(expr.value if fresh else inner.Identity(expr).value)
         return graph
 
@@ -352,13 +352,11 @@ class Builder:
             return x
         if isinstance(x, Expr):
             return x.value
-        if isinstance(x, np.ndarray | np.generic):
-            return self.constant(np.asarray(x)).value
-        if isinstance(x, bool):
-            return self.constant(np.asarray(x)).value
-        if isinstance(x, int | float):
-            return self.scalar(x, like).value if like is not None else self.constant(np.asarray(x)).value
-        return self.constant(np.asarray(list(x), np.int64)).value
+        if isinstance(x, int | float) and not isinstance(x, bool | np.generic) and like is not None:
+            return self.scalar(x, like).value
+        if isinstance(x, int | float | np.ndarray | np.generic):
+            return self.constant(x).value
+        return self.constant(list(x), ir.DataType.INT64).value
 
 
 def declare(node: ir.Node, opset: int) -> None:
@@ -383,7 +381,7 @@ class Function:
         self.outputs = tuple(outputs)
         self._body = body
 
-    # Of the functions that are loaded few are used, so these wait until they are asked for.
+    # Cached properties, since few of the loaded functions are used.
 
     @functools.cached_property
     def doc(self) -> str:
@@ -443,8 +441,7 @@ def _declare_attribute(parameter: inspect.Parameter) -> ir.Attr:
 
 
 def _attribute(name: str, value: Any) -> ir.Attr:
-    # The common kinds first: the library's own conversion asks for protocols, which takes longer
-    # than all the rest.
+    # The common types first: `convert_attribute` checks protocols, which takes longer than all the rest.
     value_type = type(value)
     if value_type is int or value_type is bool:
         return ir.AttrInt64(name, int(value))

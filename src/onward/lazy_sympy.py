@@ -29,9 +29,9 @@ def defer_sympy() -> None:
 
 class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of a module, not what sympy has
+        if name.startswith("__"):  # Python looks up `__path__` and others
             raise AttributeError(name)
-        if sys.modules.get(_DEFERRED) is self:  # asked for while `onnx_ir` is imported, to be called later
+        if sys.modules.get(_DEFERRED) is self:  # during the import of `onnx_ir`, which calls the result later
             return _later(name)
         return getattr(importlib.import_module(_DEFERRED), name)
 

@@ -131,7 +131,7 @@ def test_a_traceback_on_demand(folder: Path) -> None:
     for arguments, debug in (("--debug show no", ""), ("describe no --debug", ""), ("describe no", "1")):
         result = CliRunner().invoke(app, arguments.split(), env={"ONWARD_DEBUG": debug})
         assert result.exit_code == 1
-        assert "Traceback" in result.stderr and "\nerror: there is no file `no`\n" in result.stderr
+        assert "Traceback" in result.stderr and "\nerror: the file `no` does not exist\n" in result.stderr
     assert "Traceback" not in CliRunner().invoke(app, ["describe", "no"], env={"ONWARD_DEBUG": "0"}).stderr
 
 
@@ -439,7 +439,7 @@ def test_show_draws(folder: Path) -> None:
     assert Path("picture.svg").read_text().startswith("<svg") or "<svg" in Path("picture.svg").read_text()[:200]
     assert "--force" in failed("describe", "training.onnx", "--graph", "picture.svg")[1]
     run("describe", "training.onnx", "--graph", "picture.svg", "--force", "--json")
-    assert "there is no step 4" in failed("describe", "training.onnx", "--graph", "x.svg", "--step", "4")[0]
+    assert "the model has no step 4" in failed("describe", "training.onnx", "--graph", "x.svg", "--step", "4")[0]
 
 
 # ---- set -------------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def test_the_mesh_in_a_file(tmp_path: Path) -> None:
         ({"mesh": "data=two"}, "cannot read `data=two`", "data=4,model=2"),
         ({"mesh": "data=1", "sync_batch_norm": False}, "global statistics", "sync_batch_norm"),
         ({"mesh": "data=1", "compile": False}, "always compiled", "compile"),
-        ({"mesh": "file"}, "says nothing about devices", "onward plan"),
+        ({"mesh": "file"}, "has no device configuration", "onward plan"),
     ],
 )
 def test_refused(options: dict[str, Any], message: str, hint: str) -> None:

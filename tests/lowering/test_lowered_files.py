@@ -70,7 +70,7 @@ def test_the_command_overwrites_nothing(folder):
     assert "path of the .json file" in failed("lower", "training.onnx", "-o", "new.json", code=2)[0]
     message, _ = failed("lower", "training.onnx", "--all", "lowered", "-o", "step.onnx", code=2)
     assert message == "`--all` and `--output` exclude each other"
-    assert "there is no step `1`" in failed("lower", "training.onnx", "--steps", "1")[0]
+    assert "the model has no step `1`" in failed("lower", "training.onnx", "--steps", "1")[0]
 
 
 # ---- other languages -------------------------------------------------------------------------------------------------

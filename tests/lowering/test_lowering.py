@@ -155,7 +155,7 @@ def test_models_as_others_would_write_them(name):
             old, state = state, state | step.new_state(step({**batch, **state}))
         assert_close(state, reference.state, rtol=1e-5)
         if name == "control_flow":
-            with pytest.raises(onward.Error, match="the update reads `x`, not gradients and state alone"):
+            with pytest.raises(onward.Error, match="the update reads `x`, which is neither a gradient nor state"):
                 onward.lower(model, index, part="apply")
             continue
         apply, first = Part(onward.lower(model, index, part="apply")), gradients({**batch, **old})
@@ -236,9 +236,9 @@ def test_what_is_refused():
     with pytest.raises(onward.Error, match="no part `steps`") as caught:
         onward.lower(model, part="steps")
     assert "step" in caught.value.hint
-    with pytest.raises(onward.Error, match="there is no step 1"):
+    with pytest.raises(onward.Error, match="the model has no step 1"):
         onward.lower(model, 1)
-    with pytest.raises(onward.Error, match="there is no step 0"):
+    with pytest.raises(onward.Error, match="the model has no step 0"):
         onward.lower(digits_mlp(8), part="step")
     with pytest.raises(onward.Error, match="not a lowered model"):
         contract_of(model)

@@ -215,11 +215,11 @@ def test_every_engine_runs_it(name: str, engine: str) -> None:
 
 def test_what_is_refused() -> None:
     training = onward.prepare(digits_mlp(8), **RECIPE)
-    with pytest.raises(RecipeError, match="`batch_size` is for the part `run` alone"):
+    with pytest.raises(RecipeError, match="`batch_size` works with the part `run` only"):
         onward.lower(training, batch_size=4)
-    with pytest.raises(UnsupportedError, match="`auc` is not measured within a graph"):
+    with pytest.raises(UnsupportedError, match="`auc` cannot be computed in the graph"):
         onward.lower(training, part="run", validation=True, metrics="auc")
-    with pytest.raises(UnknownNameError, match="there is no input `z` that could be noise"):
+    with pytest.raises(UnknownNameError, match="the step has no input `z` for noise"):
         onward.lower(training, part="run", noise="z")
     with pytest.raises(RecipeError, match="`patience` waits for better results"):
         onward.lower(training, part="run", patience=2)

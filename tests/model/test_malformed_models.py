@@ -147,7 +147,7 @@ def test_updates_of_what_is_no_state(key: str | bytes) -> None:
     binding = proto.training_info[0].update_binding[0]
     value = onnx.StringStringEntryProto(value=binding.value).SerializeToString()
     binding.ParseFromString(b"\x0a" + bytes([len(name)]) + name + value)
-    with pytest.raises(InvalidModelError, match=r"updates .*, which is no initializer"):
+    with pytest.raises(InvalidModelError, match=r"updates .*, which is not an initializer"):
         onward.lower(proto)
 
 

@@ -209,7 +209,7 @@ def test_an_output_that_is_an_input_is_passed_on() -> None:
         (f"{CALL}()", "gives no value for `X`"),
         (f'{CALL}("", W)', "gives no value for `X`"),
         (f"{CALL}(X_1, W, W, W)", "has 4 inputs, and the inference graph has 3"),
-        ('GraphCall<input_names=["x"], output_names=["Y"]>(X_1)', "`x` is no input"),
+        ('GraphCall<input_names=["x"], output_names=["Y"]>(X_1)', "`x` is not an input"),
         ('GraphCall<input_names=["X", "W"], output_names=["Y"]>(X_1)', "1 inputs, and 2 names"),
     ],
 )

@@ -256,7 +256,7 @@ def test_a_sharding_that_cannot_be_is_refused() -> None:
     ]:
         with pytest.raises(onward.Error, match=message):
             onward.Sharding("x", {"shard": 2, "tensor": 4}, tensors).write_to(model)
-    with pytest.raises(onward.Error, match="says nothing about devices"):
+    with pytest.raises(onward.Error, match="has no device configuration"):
         onward.Sharding.of(model)
     proto = chain_of_floats()
     proto.ir_version = 11

@@ -322,7 +322,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "safetensors": (lambda p: [(p / "x.safetensors").write_bytes(b"123"), p / "x.safetensors"][1], "not a complete"),
     "safetensors header": (
         lambda p: [(p / "x.safetensors").write_bytes(b"\2" + bytes(7) + b"[]"), p / "x.safetensors"][1],
-        "not a complete .safetensors file: its header is no table",
+        "not a complete .safetensors file: its header is not a JSON object",
     ),
 }
 
@@ -372,22 +372,22 @@ def header(dtype: str, shape: str, order: str = "False") -> bytes:
 
 
 HEADERS: dict[str, tuple[bytes, str]] = {
-    "negative": (header("'<f4'", "(-1, 2)"), "is no shape"),
+    "negative": (header("'<f4'", "(-1, 2)"), "is not a shape"),
     "huge": (header("'<f4'", "(2**62,)".replace("2**62", str(2**62))), "larger than any file"),
-    "beyond numpy": (header("'<f4'", f"({10**30},)"), "is no shape"),
-    "floats are not rounded": (header("'<f4'", "(1.5,)"), "is no shape"),
-    "true": (header("'<f4'", "(True, 2)"), "is no shape"),
-    "many dimensions": (header("'<f4'", str((1,) * 99)), "is no shape"),
+    "beyond numpy": (header("'<f4'", f"({10**30},)"), "is not a shape"),
+    "floats are not rounded": (header("'<f4'", "(1.5,)"), "is not a shape"),
+    "true": (header("'<f4'", "(True, 2)"), "is not a shape"),
+    "many dimensions": (header("'<f4'", str((1,) * 99)), "is not a shape"),
     "a list": (header("'<f4'", "[2]"), "order and shape"),
     "order": (header("'<f4'", "(2,)", "None"), "order and shape"),
     "records": (header("[('a', '<f4'), ('b', '<i8')]", "(2,)"), "records of several fields"),
-    "nothing": (header("'|V0'", "(2,)"), "no type of numbers"),
+    "nothing": (header("'|V0'", "(2,)"), "not a type of numbers"),
     "code": (header("__import__('os')", "(2,)"), "does not say type"),
-    "comma": (header("'f4,f4'", "(2,)"), "no type of numbers"),
-    "unknown": (header("'<q9'", "(2,)"), "no type of numbers"),
+    "comma": (header("'f4,f4'", "(2,)"), "not a type of numbers"),
+    "unknown": (header("'<q9'", "(2,)"), "not a type of numbers"),
     "deep": (header("[" * 5000, "(2,)"), "does not say type"),
     "unhashable": (b"\x93NUMPY\x01\x00\x06\x00{[]:1}", "does not say type"),
-    "long": (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f{}", "not all there"),
+    "long": (b"\x93NUMPY\x02\x00\xff\xff\xff\x7f{}", "cut off"),
     "version": (b"\x93NUMPY\x09\x00\x02\x00{}", "version 9.0"),
     "truncated": (header("'<f4'", "(9,)"), "truncated"),
 }
@@ -431,11 +431,11 @@ def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 TENSORS: dict[str, tuple[Any, str]] = {
     "no table": ([], "no table"),
-    "no entry": ({"x": 5}, "no type that is known"),
-    "type": ({"x": ENTRY | {"dtype": ["F32"]}}, "no type that is known"),
-    "negative": ({"x": ENTRY | {"shape": [-2]}}, "is no shape"),
+    "no entry": ({"x": 5}, "has an unknown type"),
+    "type": ({"x": ENTRY | {"dtype": ["F32"]}}, "has an unknown type"),
+    "negative": ({"x": ENTRY | {"shape": [-2]}}, "is not a shape"),
     "text": ({"x": ENTRY | {"shape": "2"}}, "does not say its shape"),
-    "true": ({"x": ENTRY | {"shape": [True, 2]}}, "is no shape"),
+    "true": ({"x": ENTRY | {"shape": [True, 2]}}, "is not a shape"),
     "huge": ({"x": ENTRY | {"shape": [2**62, 2**62]}}, "larger than any file"),
     "offsets": ({"x": ENTRY | {"data_offsets": [0, 8, 9]}}, "does not say its shape"),
     "fraction": ({"x": ENTRY | {"data_offsets": [0.0, 8.0]}}, "does not say its shape"),

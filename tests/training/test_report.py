@@ -432,7 +432,7 @@ def test_command(tmp_path: Path) -> None:
     assert onward.report(folder, tmp_path) == tmp_path / "report.html"
     assert {path.name for path in tmp_path.iterdir()} == {"run", "other.html", "report.html"}
     done = CliRunner().invoke(app, ["report", str(folder), "-o", str(tmp_path / "no" / "page.html")])
-    assert done.exit_code == 1 and "there is no folder" in done.stderr
+    assert done.exit_code == 1 and "does not exist" in done.stderr
     done = CliRunner().invoke(app, ["report", str(tmp_path / "no")])
     assert done.exit_code == 1 and "holds no run" in done.stderr
 

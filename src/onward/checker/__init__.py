@@ -60,7 +60,7 @@ def check_proto(
     findings += _apply(_OF_GRAPHS, subject.scopes)
     findings += _apply(bindings.STEP_RULES, subject.steps)
     # Dependencies are defined only where names are.
-    sound = [scope for scope in subject.scopes if unsound.isdisjoint(scope.parts)]
+    sound = [scope for scope in subject.scopes if unsound.isdisjoint(scope.graphs)]
     findings += _apply(gradients.SOUND_SCOPE_RULES, sound)
     findings += _apply(
         (*gradients.SOUND_STEP_RULES, *optimizers.SOUND_STEP_RULES), [scope for scope in sound if scope.outer]
@@ -101,6 +101,5 @@ def _apply(rules: Iterable[Callable[[_Subject], Iterator[Finding]]], subjects: I
                 yield from rule(subject)
             except OverBudget:
                 location = subject.own.place if isinstance(subject, Scope) else "model"
-                yield make_finding(
-                    "OW109", location, f"the rule `{rule.__name__}` was given up: the graph is too entangled"
-                )
+                message = f"the rule `{rule.__name__}` was given up: the graph is too entangled"
+                yield make_finding("OW109", location, message)

@@ -46,29 +46,27 @@ def complete(step: Scope) -> Iterator[Finding]:
 def keys_are_state(step: Scope) -> Iterator[Finding]:
     for bindings in _binding_lists(step):
         for key in dict.fromkeys(binding.key for binding in bindings.bindings if binding.key):
-            if any(key in graph.initializers for graph in step.parts):
+            if any(key in graph.initializers for graph in step.graphs):
                 continue
             location = bindings.place(key)
-            if any(key in graph.sparse for graph in step.parts):
-                yield make_finding(
-                    "OW209", location, f"{quote(key)} is a sparse initializer", "store it as a dense initializer"
-                )
+            if any(key in graph.sparse for graph in step.graphs):
+                message = f"{quote(key)} is a sparse initializer"
+                yield make_finding("OW209", location, message, "store it as a dense initializer")
             else:
-                message, hint = _not_state(step, key)
-                yield make_finding("OW201", location, message, hint)
+                yield make_finding("OW201", location, *_not_state(step, key))
 
 
 def _not_state(step: Scope, key: str) -> tuple[str, str | None]:
     if producer := step.producer(key):
         hint = "a variable is an initializer: turn the node that computes it into one"
-        return f"{quote(key)} is no initializer but computed by {producer[0].place}", hint
+        return f"{quote(key)} is not an initializer: {producer[0].place} computes it", hint
     if step.is_free_input(key):
         return f"{quote(key)} is an input, not an initializer", "a variable needs a value in the file"
     if key in step.subject.homes:
         other = step.subject.homes[key]
         hint = "keep state that several steps share in `graph.initializer`"
         return f"{quote(key)} belongs to training_info[{other}].algorithm, which this step does not see", hint
-    names = (name for graph in step.parts for name in graph.initializers)
+    names = (name for graph in step.graphs for name in graph.initializers)
     message = f"neither the inference graph nor this algorithm has an initializer {quote(key)}"
     return message, step.subject.suggest(key, names)
 
@@ -77,20 +75,16 @@ def keys_are_unique(step: Scope) -> Iterator[Finding]:
     for bindings in _binding_lists(step):
         for key, number in Counter(binding.key for binding in bindings.bindings).items():
             if number > 1:
-                yield make_finding(
-                    "OW202", bindings.place(key), f"{quote(key)} is bound {number} times", "keep one of the bindings"
-                )
+                message = f"{quote(key)} is bound {number} times"
+                yield make_finding("OW202", bindings.place(key), message, "keep one of the bindings")
 
 
 def keys_are_not_inputs(step: Scope) -> Iterator[Finding]:
     for key in step.updates:
-        if any(key in graph.inputs and key in graph.initializers for graph in step.parts):
-            yield make_finding(
-                "OW210",
-                step.binding("update_binding", key),
-                f"{quote(key)} is also an input: a caller that feeds it hides what training has stored",
-                "remove it from the list of inputs (IR version 4 and newer need it only in `initializer`)",
-            )
+        if any(key in graph.inputs and key in graph.initializers for graph in step.graphs):
+            message = f"{quote(key)} is also an input: a caller that feeds it overrides the trained value"
+            hint = "remove it from the list of inputs (IR version 4 and newer need it only in `initializer`)"
+            yield make_finding("OW210", step.binding("update_binding", key), message, hint)
 
 
 def update_values(step: Scope) -> Iterator[Finding]:
@@ -102,10 +96,10 @@ def update_values(step: Scope) -> Iterator[Finding]:
         message = f"the algorithm has no output {quote(value)}"
         if value in theirs:
             code, hint = "OW206", "pass it through an `Identity` in the algorithm"
-            message = f"{quote(value)} is an output of the inference graph only; IR.md wants one of the algorithm"
+            message = f"{quote(value)} is an output of the inference graph only; IR.md requires one of the algorithm"
         elif step.defines(value):
             hint = "add it to the algorithm's outputs"
-            message = f"{quote(value)} is computed, but no output of the algorithm"
+            message = f"{quote(value)} is computed, but not an output of the algorithm"
         yield make_finding(code, step.binding("update_binding", key), message, hint)
 
 
@@ -117,11 +111,10 @@ def initial_values(step: Scope) -> Iterator[Finding]:
     outputs = set(graph.outputs)
     for key, value in step.resets.items():
         if value and value not in outputs:
-            computed = "is computed, but no output" if graph.defines(value) else "is not an output"
+            computed = "is computed, but not an output" if graph.defines(value) else "is not an output"
             hint = step.subject.suggest(value, iter(graph.outputs))
-            yield make_finding(
-                "OW304", bindings.place(key), f"{quote(value)} {computed} of the initialization graph", hint
-            )
+            message = f"{quote(value)} {computed} of the initialization graph"
+            yield make_finding("OW304", bindings.place(key), message, hint)
 
 
 def types_agree(step: Scope) -> Iterator[Finding]:
@@ -145,45 +138,33 @@ def values_differ(step: Scope) -> Iterator[Finding]:
     for value, sharing in keys.items():
         if len(sharing) > 1:
             location = step.binding("update_binding", sharing[1])
-            yield make_finding(
-                "OW211", location, f"{quote(value)} is assigned to {listing(sharing)}: they will always be equal"
-            )
+            message = f"{quote(value)} is assigned to {listing(sharing)}: they will always be equal"
+            yield make_finding("OW211", location, message)
 
 
 def updates_change(step: Scope) -> Iterator[Finding]:
     for key, value in step.updates.items():
         if key == value and step.initializer(key) is not None:
-            yield make_finding(
-                "OW212",
-                step.binding("update_binding", key),
-                f"{quote(key)} is assigned to itself",
-                "remove the binding",
-            )
+            location = step.binding("update_binding", key)
+            yield make_finding("OW212", location, f"{quote(key)} is assigned to itself", "remove the binding")
 
 
-def updated_once(subject: CheckedModel) -> Iterator[Finding]:
-    yield from _shared_targets(subject, "OW203", "update_binding", "updated", [step.updates for step in subject.steps])
+def bound_by_one_step(subject: CheckedModel) -> Iterator[Finding]:
+    updates, resets = ([getattr(step, name) for step in subject.steps] for name in ("updates", "resets"))
+    yield from _bound_again(subject, "OW203", "update_binding", "updated", updates)
+    yield from _bound_again(subject, "OW204", "initialization_binding", "initialized", resets)
 
 
-def reset_once(subject: CheckedModel) -> Iterator[Finding]:
-    yield from _shared_targets(
-        subject, "OW204", "initialization_binding", "initialized", [s.resets for s in subject.steps]
-    )
-
-
-def _shared_targets(
+def _bound_again(
     subject: CheckedModel, code: str, field: str, done: str, maps: list[dict[str, str]]
 ) -> Iterator[Finding]:
     first: dict[str, int] = {}
     for i, pairs in enumerate(maps):
         for key in pairs:
             if key in subject.inference.own.initializers and first.setdefault(key, i) != i:
-                yield make_finding(
-                    code,
-                    subject.steps[i].binding(field, key),
-                    f"{quote(key)} is also {done} by training_info[{first[key]}]",
-                    "correct only if both are meant to run in this order",
-                )
+                message = f"{quote(key)} is also {done} by training_info[{first[key]}]"
+                hint = "correct only if both are meant to run in this order"
+                yield make_finding(code, subject.steps[i].binding(field, key), message, hint)
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -197,9 +178,8 @@ def optimizer_results_are_bound(step: Scope) -> Iterator[Finding]:
         for i, name in enumerate(node.outputs):
             if name and name not in bound and not step.read_by(name):
                 what = f"the new value of {quote(old)}" if (old := node.updates(i)) else "a new value"
-                yield make_finding(
-                    "OW213", node.place, f"{quote(name)}, {what}, is assigned to nothing", "bind it to its variable"
-                )
+                message = f"{quote(name)}, {what}, is assigned to nothing"
+                yield make_finding("OW213", node.place, message, "bind it to its variable")
 
 
 def variables_are_not_swapped(step: Scope) -> Iterator[Finding]:
@@ -207,11 +187,8 @@ def variables_are_not_swapped(step: Scope) -> Iterator[Finding]:
         node, output = step.producer(value) or (None, 0)
         old = node.updates(output) if node else None
         if node and old and old != key and step.initializer(old) is not None:
-            yield make_finding(
-                "OW219",
-                step.binding("update_binding", key),
-                f"{quote(key)} is assigned {quote(value)}, which is the new value of {quote(old)} ({node.place})",
-            )
+            message = f"{quote(key)} is assigned {quote(value)}, which is the new value of {quote(old)} ({node.place})"
+            yield make_finding("OW219", step.binding("update_binding", key), message)
 
 
 def outputs_are_used(step: Scope) -> Iterator[Finding]:
@@ -241,12 +218,9 @@ def state_is_updated(subject: CheckedModel) -> Iterator[Finding]:
         for key in step.resets:
             updated_names = step.updates if key in step.own.initializers else subject.updated
             if key not in updated_names and step.initializer(key) is not None:
-                yield make_finding(
-                    "OW215",
-                    step.binding("initialization_binding", key),
-                    f"{quote(key)} is initialized, but no update binding changes it",
-                    "bind its new value, or remove the binding and let the file hold its value",
-                )
+                location = step.binding("initialization_binding", key)
+                message = f"{quote(key)} is initialized, but no update binding changes it"
+                yield make_finding("OW215", location, message, "bind its new value, or remove this binding")
 
 
 def state_is_initialized(subject: CheckedModel) -> Iterator[Finding]:
@@ -255,12 +229,9 @@ def state_is_initialized(subject: CheckedModel) -> Iterator[Finding]:
         for key in step.updates:
             initialized_names = step.resets if key in step.own.initializers else reset
             if key not in initialized_names and step.initializer(key) is not None:
-                yield make_finding(
-                    "OW216",
-                    step.binding("update_binding", key),
-                    f"{quote(key)} has no initialization binding: a reset gives it whatever value the file holds",
-                    "give it an initialization binding",
-                )
+                location = step.binding("update_binding", key)
+                message = f"{quote(key)} has no initialization binding: a reset leaves it at the value in the file"
+                yield make_finding("OW216", location, message, "add an initialization binding")
 
 
 # ---- initialization --------------------------------------------------------------------------------------------------
@@ -272,22 +243,17 @@ _RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLi
 def no_inputs(step: Scope) -> Iterator[Finding]:
     graph = step.initialization.own
     if graph.inputs:
-        yield make_finding(
-            "OW301",
-            f"{graph.place}.input",
-            f"the graph has inputs: {listing(graph.inputs)}; an initialization takes none",
-            "turn them into initializers of the initialization graph",
-        )
+        message = f"the graph has inputs: {listing(graph.inputs)}; an initialization takes none"
+        hint = "turn them into initializers of the initialization graph"
+        yield make_finding("OW301", f"{graph.place}.input", message, hint)
 
 
 def not_omitted(step: Scope) -> Iterator[Finding]:
     graph = step.initialization.own
     if graph.is_empty and step.resets:
-        yield make_finding(
-            "OW302",
-            f"training_info[{step.step}].initialization_binding",
-            f"{listing(step.resets)} should be initialized, but there is no initialization graph",
-        )
+        location = f"training_info[{step.step}].initialization_binding"
+        message = f"{listing(step.resets)} should be initialized, but the step has no initialization graph"
+        yield make_finding("OW302", location, message)
 
 
 def outputs_are_bound(step: Scope) -> Iterator[Finding]:
@@ -296,9 +262,8 @@ def outputs_are_bound(step: Scope) -> Iterator[Finding]:
     for name in dict.fromkeys(graph.outputs):
         if name not in bound:
             location = f'{graph.place}.output["{bare(name)}"]'
-            yield make_finding(
-                "OW307", location, "no initialization binding assigns this output", "bind it, or remove it"
-            )
+            message = "no initialization binding assigns this output"
+            yield make_finding("OW307", location, message, "bind it, or remove it")
     if graph.nodes and not graph.outputs:
         yield make_finding("OW307", graph.place, "the graph computes values, but returns none")
 
@@ -307,17 +272,11 @@ def check_seeds(step: Scope) -> Iterator[Finding]:
     for site in step.initialization.own.sites:
         node = site.node
         if domain_of(node) == "" and node.op_type in _RANDOM and attribute(node, "seed") is None:
-            yield make_finding(
-                "OW308", site.place, "each reset draws other numbers", "set the attribute `seed` to reproduce them"
-            )
+            hint = "set the attribute `seed` to reproduce them"
+            yield make_finding("OW308", site.place, "each reset draws other numbers", hint)
 
 
-MODEL_RULES = (
-    updated_once,
-    reset_once,
-    state_is_updated,
-    state_is_initialized,
-)
+MODEL_RULES = (bound_by_one_step, state_is_updated, state_is_initialized)
 STEP_RULES = (
     complete,
     keys_are_state,

@@ -49,13 +49,16 @@ FAMILIES = {
 }
 
 
+REFRESH = "if another tool changed the model: `onward refresh CHANGED --training ORIGINAL`"
+"""Hint for training information that does not match the inference graph."""
+
 _error, _warning, _info = (partial(Code, severity) for severity in Severity)
 
 CODES: dict[str, Code] = {
     # ---- file and structure
     "OW101": _error("the model has no graph", IR_MODEL),
     "OW102": _error("the IR version is missing or impossible", IR_MODEL),
-    "OW103": _error("the IR version is newer than the installed onnx knows", CHECKER),
+    "OW103": _error("the IR version is newer than the installed onnx supports", CHECKER),
     "OW104": _error("a string in the file is not UTF-8", "protobuf"),
     "OW105": _error("messages are nested deeper than any reader accepts", "protobuf"),
     "OW106": _warning("training information of a draft of 2019 or 2020, which is converted", ONWARD),
@@ -82,9 +85,9 @@ CODES: dict[str, Code] = {
     "OW131": _error("external data lies where it cannot be read, or must not", IR_DATA),
     "OW132": _error("external data is not as long as the tensor needs", IR_DATA),
     "OW133": _error("external data of two tensors overlaps", ONWARD),
-    "OW140": _error("a device configuration lacks its name or its devices, or stands twice", COMMENT),
+    "OW140": _error("a device configuration lacks its name or its devices, or is declared twice", COMMENT),
     "OW141": _error("a node names a device configuration that the model does not have", COMMENT),
-    "OW142": _error("how a node divides a tensor does not fit the tensor or the devices", COMMENT),
+    "OW142": _error("a sharding does not fit its tensor or the devices", COMMENT),
     "OW143": _error("device configurations need IR version 11", IR_MODEL),
     # ---- bindings and state
     "OW201": _error("a binding's key is not an initializer that the step can change", IR_TRAINING),
@@ -122,8 +125,8 @@ CODES: dict[str, Code] = {
     "OW403": _error("a name in `xs`, `zs` or `y` is not in the graph", GRADIENT),
     "OW404": _error("not one input for each name in `xs` and `zs`", GRADIENT),
     "OW405": _error("more outputs than names in `xs`", GRADIENT),
-    "OW406": _error("a name stands twice in `xs` or in `zs`", GRADIENT),
-    "OW407": _error("a name stands in `xs` and in `zs`", GRADIENT),
+    "OW406": _error("a name is twice in `xs` or in `zs`", GRADIENT),
+    "OW407": _error("a name is in `xs` and in `zs`", GRADIENT),
     "OW408": _warning("`y` does not depend on a name in `xs`", GRADIENT),
     "OW409": _warning("the derivative is zero everywhere on the way", GRADIENT),
     "OW410": _warning("the variables are not independent of each other", GRADIENT),
@@ -162,27 +165,27 @@ CODES: dict[str, Code] = {
     "OW609": _error("a call gives or takes more than the function has", IR_FUNCTIONS),
     "OW610": _warning("a call gives less than the function takes", IR_FUNCTIONS),
     "OW611": _error("a call lacks an attribute that the function needs", IR_FUNCTIONS),
-    "OW612": _warning("a call has an attribute that the function does not know", IR_FUNCTIONS),
+    "OW612": _warning("a call has an attribute that the function does not have", IR_FUNCTIONS),
     "OW613": _error("a function is defined twice", IR_FUNCTIONS),
     "OW614": _error("functions expand to more nodes than anything can run", ONWARD),
     "OW615": _info("a function is never called", ONWARD),
     "OW616": _error("a domain is imported in two versions", IR_OPSETS),
-    "OW617": _warning("the operator set is newer than the installed onnx knows", CHECKER),
+    "OW617": _warning("the operator set is newer than the installed onnx supports", CHECKER),
     "OW618": _error("a function has another version of an operator than the model", COMMENT),
     "OW650": _error("the operator set is newer than the runtime loads", RUNTIME),
     "OW651": _error("the IR version is newer than the runtime loads", RUNTIME),
     "OW652": _info("training operators are lowered before the runtime sees them", RUNTIME),
     "OW653": _error("the runtime has no CPU kernel for an operator", RUNTIME),
-    "OW654": _error("the runtime does not know an operator's domain", RUNTIME),
-    "OW655": _error("training operators in the inference graph, which the runtime loads as it is", RUNTIME),
+    "OW654": _error("the runtime has no operators of a domain", RUNTIME),
+    "OW655": _error("training operators in the inference graph, which the runtime loads without lowering", RUNTIME),
     # ---- metadata and staleness
     "OW701": _warning("the inference graph has changed since the training was written", ONWARD),
     "OW702": _error("an algorithm reads a value that the inference graph does not have", IR_TRAINING),
     "OW703": _warning("metadata that should be JSON does not parse", ONWARD),
     "OW704": _warning("metadata names a parameter that does not exist", ONWARD),
-    "OW705": _info("a role that Onward does not know", ONWARD),
-    "OW706": _warning("a metadata key stands twice", COMMENT),
-    "OW707": _error("a metadata key of the model stands twice", CHECKER),
+    "OW705": _info("an unknown role", ONWARD),
+    "OW706": _warning("a duplicate metadata key", COMMENT),
+    "OW707": _error("a duplicate metadata key of the model", CHECKER),
     "OW708": _warning("metadata on graphs, nodes or tensors needs IR version 10", COMMENT),
     # ---- runs
     "OW801": _error("a run lacks a file that it needs", ONWARD),

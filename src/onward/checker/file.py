@@ -36,12 +36,9 @@ def ir_version(subject: CheckedModel) -> Iterator[Finding]:
     if version < 1:
         yield make_finding("OW102", "model", "the field `ir_version` is not set", "set it; training needs 7 or newer")
     elif version > IR_VERSION:
-        yield make_finding(
-            "OW103",
-            "model",
-            f"IR version {version} is newer than {IR_VERSION}, the newest that the installed onnx knows",
-            "install a newer onnx, or write the model for an older IR version",
-        )
+        message = f"IR version {version} is newer than {IR_VERSION}, the newest that the installed onnx supports"
+        hint = "install a newer onnx, or write the model for an older IR version"
+        yield make_finding("OW103", "model", message, hint)
 
 
 def graph_names(subject: CheckedModel) -> Iterator[Finding]:
@@ -69,7 +66,7 @@ def of_older_form(proto: ModelProto) -> tuple[list[Finding], ModelProto]:
         converted = modernise(present)
     except Error as error:
         return [make_finding("OW115", "model", error.message, error.hint)], proto
-    hint = "all else that is said is of the converted model: `onward data old.onnx --to none -o new.onnx` writes that"
+    hint = "the other findings are about the converted model; write it: `onward data old.onnx --to none -o new.onnx`"
     return [
         make_finding("OW107" if "GraphCall" in conversion else "OW106", "model", conversion, hint)
         for conversion in converted
@@ -90,38 +87,35 @@ def check_imports(subject: CheckedModel) -> Iterator[Finding]:
         importer = f"the function {quote(call.function.name)}" if call.function else "the model"
         code = "OW601" if domain == TRAINING_DOMAIN else "OW605"
         hint = f"add {quote(domain or 'ai.onnx')} to `opset_import`{', version 1' if domain == TRAINING_DOMAIN else ''}"
-        yield make_finding(
-            code, call.place, f"{importer} does not import the domain {quote(domain or 'ai.onnx')}", hint
-        )
+        message = f"{importer} does not import the domain {quote(domain or 'ai.onnx')}"
+        yield make_finding(code, call.place, message, hint)
 
 
 def training_version(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.opsets.get(TRAINING_DOMAIN, 1)
     if version != 1:
-        yield make_finding(
-            "OW602", "model", f"version {version} of {quote(TRAINING_DOMAIN)} is imported; there is only version 1"
-        )
+        message = f"version {version} of {quote(TRAINING_DOMAIN)} is imported; version 1 is the only one"
+        yield make_finding("OW602", "model", message)
 
 
 def imported_once(subject: CheckedModel) -> Iterator[Finding]:
     imports = [("model", subject.proto.opset_import)]
     imports += [(function_place(function), function.opset_import) for function in subject.proto.functions]
-    for place, opsets in imports:
+    for location, opsets in imports:
         last = versions(opsets)
         for opset in opsets:
             domain = schema_domain(opset.domain)
             if opset.version != last[domain]:
                 numbers = f"as version {opset.version} and as version {last[domain]}"
-                yield make_finding("OW616", place, f"the domain {quote(domain or 'ai.onnx')} is imported {numbers}")
+                yield make_finding("OW616", location, f"the domain {quote(domain or 'ai.onnx')} is imported {numbers}")
 
 
 def known_version(subject: CheckedModel) -> Iterator[Finding]:
     version, newest = subject.opsets.get("", 0), defs.onnx_opset_version()
     if version > newest:
-        message = f"operator set {version} is newer than {newest}, the newest that the installed onnx knows"
-        yield make_finding(
-            "OW617", "model", message, "install a newer onnx, or convert the model to an older operator set"
-        )
+        message = f"operator set {version} is newer than {newest}, the newest that the installed onnx supports"
+        hint = "install a newer onnx, or convert the model to an older operator set"
+        yield make_finding("OW617", "model", message, hint)
 
 
 def same_operators(subject: CheckedModel) -> Iterator[Finding]:
@@ -135,9 +129,8 @@ def same_operators(subject: CheckedModel) -> Iterator[Finding]:
         expected = shared.setdefault(domain, version)
         if version != expected and not is_same(operator, domain, version, expected):
             reported.add(key)
-            message = (
-                f"{quote(operator)} has version {version} of {quote(domain or 'ai.onnx')}; the model has {expected}"
-            )
+            domain_name = quote(domain or "ai.onnx")
+            message = f"{quote(operator)} has version {version} of {domain_name}; the model has {expected}"
             hint = f"`onward opset MODEL {max(version, expected)}` brings all to one version"
             yield make_finding("OW618", call.place, message, "write all with the same version" if domain else hint)
 
@@ -146,14 +139,12 @@ def new_enough(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if version < 1:
         return  # OW102 reports a missing version
-    if subject.proto.training_info and version < TRAINING_IR:
-        yield make_finding(
-            "OW603", "model", f"training information came with IR version {TRAINING_IR}; this file says {version}"
-        )
-    if subject.proto.functions and version < FUNCTIONS_IR:
-        yield make_finding(
-            "OW604", "model", f"model-local functions came with IR version {FUNCTIONS_IR}; this file says {version}"
-        )
+    for code, what, needed, is_used in (
+        ("OW603", "training information", TRAINING_IR, subject.proto.training_info),
+        ("OW604", "model-local functions", FUNCTIONS_IR, subject.proto.functions),
+    ):
+        if is_used and version < needed:
+            yield make_finding(code, "model", f"{what} came with IR version {needed}; the file has {version}")
 
 
 # ---- data of tensors -------------------------------------------------------------------------------------------------
@@ -171,14 +162,14 @@ class Located(NamedTuple):
     """A tensor and its holder. The path is written out only if it is reported."""
 
     holder: str | Site
-    part: str
+    field: str
     tensor: TensorProto
 
     @property
     def place(self) -> str:
         if isinstance(self.holder, Site):
-            return f"{self.holder.place}/{bare(self.part)}"
-        return f'{self.holder}.{self.part}["{bare(self.tensor.name)}"]'
+            return f"{self.holder.place}/{bare(self.field)}"
+        return f'{self.holder}.{self.field}["{bare(self.tensor.name)}"]'
 
 
 def all_tensors(subject: CheckedModel) -> Iterator[Located]:
@@ -200,16 +191,12 @@ def _in_graph(graph: GraphProto, holder: str) -> Iterator[Located]:
         yield Located(holder, "sparse_initializer", sparse.indices)
 
 
-# ---- in the file
-
-
 def data_fits(subject: CheckedModel) -> Iterator[Finding]:
     for located in all_tensors(subject):
         tensor = located.tensor
         if tensor.data_location != TensorProto.EXTERNAL and (problem := _misfit(tensor)):
-            yield make_finding(
-                "OW130", located.place, f"{of_tensor(tensor)}: {problem}", "the file is damaged, or wrongly written"
-            )
+            message = f"{of_tensor(tensor)}: {problem}"
+            yield make_finding("OW130", located.place, message, "export it again: the file is damaged")
 
 
 def _misfit(tensor: TensorProto) -> str | None:
@@ -230,9 +217,6 @@ def _misfit(tensor: TensorProto) -> str | None:
     return None if needed == actual else f"needs {needed} numbers in `{field}`, has {actual}"
 
 
-# ---- beside the file
-
-
 def external_data(subject: CheckedModel) -> Iterator[Finding]:
     outside = (located for located in all_tensors(subject) if located.tensor.data_location == TensorProto.EXTERNAL)
     for location, fault in external_faults(((located.place, located.tensor) for located in outside), subject.base_dir):
@@ -243,29 +227,25 @@ def external_data(subject: CheckedModel) -> Iterator[Finding]:
 # ---- conditions of all rules -----------------------------------------------------------------------------------------
 
 
-# protobuf does not check strings when it parses, and returns the bytes of one that is not UTF-8. It also lets a
-# program nest messages deeper than any reader accepts. Both are reported here, so that no rule has to expect them.
+# protobuf does not check strings when it parses: it returns the bytes of one that is not UTF-8. It also lets a program
+# nest messages deeper than any reader accepts. Reported here, both need no care in the other rules.
 
 DEEPEST = 100  # messages; the limit of protobuf's own parsers
 _MOST = 20
 
 
-class _TextFields(NamedTuple):
-    """Fields of a message that hold strings, directly or further down; without tensor data."""
-
-    text: tuple[str, ...]
-    texts: tuple[str, ...]
-    message: tuple[str, ...]
-    messages: tuple[str, ...]
+class _Field(NamedTuple):
+    name: str
+    is_message: bool
+    is_repeated: bool
 
 
 @cache
-def _fields(descriptor: Descriptor) -> _TextFields:
-    def names(kind: int, repeated: bool) -> tuple[str, ...]:
-        return tuple(f.name for f in descriptor.fields if f.type == kind and bool(f.is_repeated) == repeated)
-
-    text, message = FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE
-    return _TextFields(names(text, False), names(text, True), names(message, False), names(message, True))
+def _fields(descriptor: Descriptor) -> list[_Field]:
+    """Return the fields that hold strings, directly or further down; without tensor data."""
+    types = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE)
+    fields = [_Field(f.name, f.type == types[1], bool(f.is_repeated)) for f in descriptor.fields if f.type in types]
+    return sorted(fields, key=lambda field: field[1:])
 
 
 def problems(proto: Message) -> Iterator[Finding]:
@@ -277,27 +257,18 @@ def problems(proto: Message) -> Iterator[Finding]:
         if depth > DEEPEST:
             yield make_finding("OW105", "model", f"messages are nested more than {DEEPEST} levels deep")
             return
-        fields = _fields(message.DESCRIPTOR)
-        for field in _broken_texts(message, fields):
-            yield make_finding("OW104", _path_text((path, field)), f"`{field}` holds bytes that are not UTF-8 text")
-            number += 1
-            if number == _MOST:
-                return
-        for name in fields.message:
-            if message.HasField(name):
-                todo.append((getattr(message, name), (path, name), depth + 1))
-        for name in fields.messages:
-            for i, child in enumerate(getattr(message, name)):
-                todo.append((child, (path, (name, i)), depth + 1))
-
-
-def _broken_texts(message: Message, fields: _TextFields) -> Iterator[str]:
-    for name in fields.text:
-        if type(getattr(message, name)) is not str:
-            yield name
-    for name in fields.texts:
-        if any(type(text) is not str for text in getattr(message, name)):
-            yield name
+        for name, is_message, is_repeated in _fields(message.DESCRIPTOR):
+            if is_message and not is_repeated and not message.HasField(name):
+                continue
+            value = getattr(message, name)
+            items = value if is_repeated else [value]
+            if is_message:
+                todo += [(item, (path, (name, i) if is_repeated else name), depth + 1) for i, item in enumerate(items)]
+            elif bytes in map(type, items):
+                yield make_finding("OW104", _path_text((path, name)), f"`{name}` holds bytes that are not UTF-8 text")
+                number += 1
+                if number == _MOST:
+                    return
 
 
 def _path_text(path: Any) -> str:
@@ -310,15 +281,6 @@ def _path_text(path: Any) -> str:
 
 
 MODEL_RULES = (
-    graph_present,
-    ir_version,
-    graph_names,
-    check_imports,
-    training_version,
-    imported_once,
-    known_version,
-    same_operators,
-    new_enough,
-    data_fits,
-    external_data,
+    *(graph_present, ir_version, graph_names, check_imports, training_version, imported_once, known_version),
+    *(same_operators, new_enough, data_fits, external_data),
 )

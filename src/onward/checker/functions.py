@@ -43,14 +43,12 @@ def check_calls(subject: CheckedModel) -> Iterator[Finding]:
         if domain in own:
             hint = subject.suggest(op, (name for other, name, _ in subject.functions if other == domain))
             hint = hint or "a tool that inlines or drops functions may have removed it"
-            yield make_finding(
-                "OW607", call.place, f"the model has no function {quote(op)} in the domain {quote(domain)}", hint
-            )
+            message = f"the model has no function {quote(op)} in the domain {quote(domain)}"
+            yield make_finding("OW607", call.place, message, hint)
         else:
             message = f"{quote(op)} of the domain {quote(domain)} is neither standard nor a function of the model"
-            yield make_finding(
-                "OW606", call.place, message, "only a runtime that brings this operator can run the model"
-            )
+            hint = "only a runtime that brings this operator can run the model"
+            yield make_finding("OW606", call.place, message, hint)
 
 
 def calls_fit(subject: CheckedModel) -> Iterator[Finding]:
@@ -72,15 +70,13 @@ def attributes_fit(subject: CheckedModel) -> Iterator[Finding]:
         stated = {attr.name for attr in call.node.attribute}
         needed, optional = dict.fromkeys(function.attribute), {attr.name for attr in function.attribute_proto}
         if missing := [name for name in needed if name not in stated]:
-            yield make_finding(
-                "OW611", call.place, f"the call lacks {listing(missing)}, which `{bare(function.name)}` needs"
-            )
+            message = f"the call lacks {listing(missing)}, which `{bare(function.name)}` needs"
+            yield make_finding("OW611", call.place, message)
         if unknown := [
             attr.name for attr in call.node.attribute if attr.name not in needed and attr.name not in optional
         ]:
-            yield make_finding(
-                "OW612", call.place, f"`{bare(function.name)}` has no attribute {listing(unknown)}: it is ignored"
-            )
+            message = f"`{bare(function.name)}` has no attribute {listing(unknown)}: it is ignored"
+            yield make_finding("OW612", call.place, message)
 
 
 def defined_once(subject: CheckedModel) -> Iterator[Finding]:
@@ -109,9 +105,8 @@ def check_use(subject: CheckedModel) -> Iterator[Finding]:
     called = {key_of(function) for _, function in _calls(subject)}
     for key, function in subject.functions.items():
         if key not in called:
-            yield make_finding(
-                "OW615", function_place(function), "nothing calls this function", "remove it, unless tools need it"
-            )
+            message = "nothing calls this function"
+            yield make_finding("OW615", function_place(function), message, "remove it, unless tools need it")
 
 
 class _Expansion(NamedTuple):

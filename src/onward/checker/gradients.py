@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from onnx import AttributeProto
 
-from onward.checker.codes import Finding, listing, make_finding, quote
+from onward.checker.codes import REFRESH, Finding, listing, make_finding, quote
 from onward.checker.graphs import FLOATING, NodeView, attribute
 from onward.checker.scope import CheckedModel, Gradient, Inputs, Scope, leaves, upstream
 from onward.model.core import TRAINING_DOMAIN
@@ -21,17 +21,15 @@ def attributes(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         node = gradient.node.proto
         if not gradient.xs:
-            yield make_finding(
-                "OW401", gradient.node.place, _missing(attribute(node, "xs"), "xs", "the names to differentiate by")
-            )
+            message = _missing(attribute(node, "xs"), "xs", "the names to differentiate by")
+            yield make_finding("OW401", gradient.place, message)
         if not gradient.y:
-            yield make_finding(
-                "OW402", gradient.node.place, _missing(attribute(node, "y"), "y", "the name to differentiate")
-            )
+            message = _missing(attribute(node, "y"), "y", "the name to differentiate")
+            yield make_finding("OW402", gradient.place, message)
 
 
-def _missing(there: AttributeProto | None, name: str, what: str) -> str:
-    return f"the attribute `{name}`, {what}, is {'missing' if there is None else 'empty or of the wrong type'}"
+def _missing(attr: AttributeProto | None, name: str, what: str) -> str:
+    return f"the attribute `{name}`, {what}, is {'missing' if attr is None else 'empty or of the wrong type'}"
 
 
 def names_exist(scope: Scope) -> Iterator[Finding]:
@@ -40,46 +38,39 @@ def names_exist(scope: Scope) -> Iterator[Finding]:
         for attr, names in lists:
             for name in dict.fromkeys(names):
                 if not scope.defines(name):
-                    stale = "if another tool has changed the graph, refresh the training information"
-                    hint = scope.suggest(name) or stale
+                    hint = scope.suggest(name) or REFRESH
                     message = f"`{attr}` names {quote(name)}, which is not in the graph"
-                    yield make_finding("OW403", gradient.node.place, message, hint)
+                    yield make_finding("OW403", gradient.place, message, hint)
 
 
 def one_input_each(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         args, names = gradient.node.args, (*gradient.xs, *gradient.zs)
         if gradient.xs and len(args) != len(names):
-            yield make_finding(
-                "OW404",
-                gradient.node.place,
-                f"{len(args)} inputs for {len(gradient.xs)} names in `xs` and {len(gradient.zs)} in `zs`",
-                "the inputs are the values of `xs`, then those of `zs`, in order",
-            )
+            message = f"{len(args)} inputs for {len(gradient.xs)} names in `xs` and {len(gradient.zs)} in `zs`"
+            hint = "the inputs are the values of `xs`, then those of `zs`, in order"
+            yield make_finding("OW404", gradient.place, message, hint)
         elif gradient.xs and (skipped := [name for arg, name in zip(args, names, strict=True) if not arg]):
-            yield make_finding("OW404", gradient.node.place, f"no value is given for {listing(skipped)}")
+            yield make_finding("OW404", gradient.place, f"the inputs for {listing(skipped)} are empty")
 
 
 def few_enough_outputs(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         if gradient.xs and len(gradient.node.outputs) > len(gradient.xs):
-            yield make_finding(
-                "OW405",
-                gradient.node.place,
-                f"{len(gradient.node.outputs)} outputs for {len(gradient.xs)} names in `xs`",
-                "there is one output for each name in `xs`, and none for `zs`",
-            )
+            message = f"{len(gradient.node.outputs)} outputs for {len(gradient.xs)} names in `xs`"
+            hint = "there is one output for each name in `xs`, and none for `zs`"
+            yield make_finding("OW405", gradient.place, message, hint)
 
 
 def names_once(scope: Scope) -> Iterator[Finding]:
     for gradient in scope.gradients:
         for attr, names in (("xs", gradient.xs), ("zs", gradient.zs)):
             if twice := [name for name, number in Counter(names).items() if number > 1]:
-                yield make_finding("OW406", gradient.node.place, f"`{attr}` names {listing(twice)} more than once")
+                yield make_finding("OW406", gradient.place, f"`{attr}` names {listing(twice)} more than once")
         constants = set(gradient.zs)
         if both := [name for name in dict.fromkeys(gradient.xs) if name in constants]:
-            message = f"{listing(both)} cannot be differentiated by (`xs`) and held constant (`zs`) at once"
-            yield make_finding("OW407", gradient.node.place, message)
+            message = f"{listing(both)} cannot be variable (`xs`) and constant (`zs`) at once"
+            yield make_finding("OW407", gradient.place, message)
 
 
 def floating_point(scope: Scope) -> Iterator[Finding]:
@@ -87,14 +78,12 @@ def floating_point(scope: Scope) -> Iterator[Finding]:
         for x in dict.fromkeys(gradient.xs):
             tensor_type = scope.types.get(x)
             if tensor_type is not None and not tensor_type.is_floating:
-                yield make_finding(
-                    "OW413", gradient.node.place, f"{quote(x)} in `xs` is {tensor_type}: there is no derivative by it"
-                )
+                message = f"{quote(x)} in `xs` is {tensor_type}, not floating-point"
+                yield make_finding("OW413", gradient.place, message)
         tensor_type = scope.types.get(gradient.y)
         if tensor_type is not None and not tensor_type.is_floating:
-            yield make_finding(
-                "OW414", gradient.node.place, f"`y`, {quote(gradient.y)}, is {tensor_type}: it has no derivative"
-            )
+            message = f"`y`, {quote(gradient.y)}, is {tensor_type}, not floating-point"
+            yield make_finding("OW414", gradient.place, message)
 
 
 def inputs_fit_names(scope: Scope) -> Iterator[Finding]:
@@ -107,21 +96,16 @@ def inputs_fit_names(scope: Scope) -> Iterator[Finding]:
             input_type, name_type = scope.types.get(arg), scope.types.get(name)
             if input_type is not None and name_type is not None and input_type.elem != name_type.elem:
                 message = f"{quote(arg)} is {input_type} and stands for {quote(name)}, which is {name_type}"
-                yield make_finding(
-                    "OW417", gradient.node.place, message, "are the inputs in the order of `xs`, then `zs`?"
-                )
+                yield make_finding("OW417", gradient.place, message, "are the inputs in the order of `xs`, then `zs`?")
 
 
 def on_top_level(subject: CheckedModel) -> Iterator[Finding]:
     for call in subject.calls:
         hidden = "a function" if call.function else "a subgraph" if call.site.depth else None
         if hidden and call.node.op_type == "Gradient" and call.node.domain == TRAINING_DOMAIN:
-            yield make_finding(
-                "OW416",
-                call.place,
-                f"Gradient stands inside {hidden}; the standard does not say what its names mean there",
-                "Onward reads them as any node would there; differentiate in the outermost graph to be sure",
-            )
+            message = f"Gradient inside {hidden}: the standard does not say what its names mean there"
+            hint = "differentiate in the outermost graph; Onward takes the names that a node there can read"
+            yield make_finding("OW416", call.place, message, hint)
 
 
 MODEL_RULES = (on_top_level,)
@@ -142,7 +126,7 @@ SCOPE_RULES = (
 def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
     """Return the inputs of a node that gradients flow into, and the predicate for values."""
     rounded: set[str] = set()  # integers that have a gradient
-    for node in (node for graph in scope.parts for node in graph.nodes):
+    for node in (node for graph in scope.graphs for node in graph.nodes):
         moved = node.domain == "" and node.op in MOVING and not rounded.isdisjoint(node.args)
         if moved or makes_rounded(node.domain, node.op):
             rounded.update(node.outputs)
@@ -184,9 +168,8 @@ def paths(scope: Scope) -> Iterator[Finding]:
         reached = upstream(scope, [y], stop=variables)
         if any(name in reached for name in gradient.node.outputs if name):
             message = f"`y`, {quote(y)}, is computed from the gradient itself"
-            yield make_finding(
-                "OW415", gradient.node.place, message, "differentiate the loss, not what follows from its gradient"
-            )
+            hint = "differentiate the loss, not what follows from its gradient"
+            yield make_finding("OW415", gradient.place, message, hint)
             continue
         if not flows(y):
             continue  # OW414 reports it
@@ -196,18 +179,13 @@ def paths(scope: Scope) -> Iterator[Finding]:
                 continue  # OW403 or OW413 reports it
             if x not in reached:
                 message = f"{quote(y)} does not depend on {quote(x)}: the gradient is zero"
-                yield make_finding("OW408", gradient.node.place, message, f"take {quote(x)} out of `xs`, or connect it")
+                yield make_finding("OW408", gradient.place, message, f"take {quote(x)} out of `xs`, or connect it")
             elif x not in alive:
                 yield _zero_derivative(scope, gradient, x, set(reached), set(alive))
-        if strangers := [
-            name for name in leaves(scope, reached) if name not in variables and scope.is_free_input(name)
-        ]:
-            yield make_finding(
-                "OW412",
-                gradient.node.place,
-                f"{quote(y)} also depends on the input {listing(strangers)}, which is neither in `xs` nor in `zs`",
-                "name it in `zs`, with its value as an input",
-            )
+        others = [name for name in leaves(scope, reached) if name not in variables and scope.is_free_input(name)]
+        if others:
+            message = f"{quote(y)} also depends on the input {listing(others)}, which is neither in `xs` nor in `zs`"
+            yield make_finding("OW412", gradient.place, message, "name it in `zs`, with its value as an input")
 
 
 def _zero_derivative(scope: Scope, gradient: Gradient, x: str, reached: set[str], alive: set[str]) -> Finding:
@@ -224,12 +202,8 @@ def _zero_derivative(scope: Scope, gradient: Gradient, x: str, reached: set[str]
                 if name not in seen and name not in alive:
                     seen.add(name)
                     todo.append(name)
-    return make_finding(
-        "OW409",
-        gradient.node.place,
-        f"every path from {quote(x)} to {quote(gradient.y)} passes {listing(ends)}, where the derivative is zero",
-        f"take {quote(x)} out of `xs`, or replace the operator",
-    )
+    message = f"every path from {quote(x)} to {quote(gradient.y)} passes {listing(ends)}, where the derivative is zero"
+    return make_finding("OW409", gradient.place, message, f"take {quote(x)} out of `xs`, or replace the operator")
 
 
 def independent(scope: Scope) -> Iterator[Finding]:
@@ -241,12 +215,9 @@ def independent(scope: Scope) -> Iterator[Finding]:
             # The nearest variables are enough: the loop reaches those behind them later.
             behind = upstream(scope, [read for read in node.behind(output) if read != name], stop=variables)
             if others := [other for other in behind if other in variables and other != name]:
-                yield make_finding(
-                    "OW410",
-                    gradient.node.place,
-                    f"{quote(name)} is computed from {listing(others)}: the variables are not independent",
-                    "leave out the one that follows from the others, or differentiate in two Gradient nodes",
-                )
+                message = f"{quote(name)} is computed from {listing(others)}: the variables are not independent"
+                hint = "leave out the one that follows from the others, or differentiate in two Gradient nodes"
+                yield make_finding("OW410", gradient.place, message, hint)
 
 
 def scalar(scope: Scope) -> Iterator[Finding]:
@@ -254,31 +225,28 @@ def scalar(scope: Scope) -> Iterator[Finding]:
         y_type = scope.types.get(gradient.y)
         if y_type is not None and y_type.is_floating and y_type.has_one_element is False:
             message = f"`y`, {quote(gradient.y)}, is {y_type}, not a scalar: the gradient is that of its sum"
-            yield make_finding("OW411", gradient.node.place, message, "reduce the loss to a scalar in the graph")
+            yield make_finding("OW411", gradient.place, message, "reduce the loss to a scalar in the graph")
 
 
 def results_are_used(scope: Scope) -> Iterator[Finding]:
     """Report unused gradients. A node, the caller, or another Gradient, by name, may use one."""
-    used = {name for graph in scope.parts for name in graph.outputs}
+    used = {name for graph in scope.graphs for name in graph.outputs}
     if scope is scope.subject.inference:  # an algorithm may use what inference computes
         used.update(name for step in scope.subject.steps for name in step.own.readers)
     used.update(name for gradient in scope.gradients for name in (*gradient.xs, *gradient.zs, gradient.y))
     for gradient in scope.gradients:
         if unused := [x for x, name in gradient.results if name not in used and not scope.read_by(name)]:
             hint = "leave the name of that output empty"
-            yield make_finding("OW418", gradient.node.place, f"the gradient of {listing(unused)} is not used", hint)
+            yield make_finding("OW418", gradient.place, f"the gradient of {listing(unused)} is not used", hint)
 
 
 def gradients_serve_variables(step: Scope) -> Iterator[Finding]:
     for gradient in step.gradients:
         for x, name in gradient.results:
             if step.initializer(x) is not None and x not in step.subject.updated and step.read_by(name):
-                yield make_finding(
-                    "OW420",
-                    gradient.node.place,
-                    f"the gradient of {quote(x)} is used, but no binding updates {quote(x)}",
-                    "bind its new value, or take it out of `xs` to freeze it",
-                )
+                message = f"the gradient of {quote(x)} is used, but no binding updates {quote(x)}"
+                hint = "bind its new value, or take it out of `xs` to freeze it"
+                yield make_finding("OW420", gradient.place, message, hint)
 
 
 def parameters_get_gradients(step: Scope) -> Iterator[Finding]:
@@ -299,11 +267,8 @@ def parameters_get_gradients(step: Scope) -> Iterator[Finding]:
 
         if not any(map(serves, upstream(step, [value], stop=results, until=serves, through_time=True))):
             reason = "not from its gradient" if key in trained else "neither from a gradient nor from data"
-            yield make_finding(
-                "OW419",
-                step.binding("update_binding", key),
-                f"the loss depends on {quote(key)}, but its new value {quote(value)} is computed {reason}",
-            )
+            message = f"the loss depends on {quote(key)}, but its new value {quote(value)} is computed {reason}"
+            yield make_finding("OW419", step.binding("update_binding", key), message)
 
 
 SOUND_SCOPE_RULES = (paths, independent, scalar, results_are_used)

@@ -1,4 +1,4 @@
-"""Index of one graph: definitions, producers, readers, and types as far as they are known."""
+"""Index of one graph: definitions, producers, readers, and known types."""
 
 from __future__ import annotations
 

@@ -9,34 +9,31 @@ from typing import Any, NamedTuple
 
 from onnx import StringStringEntryProto
 
-from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.codes import REFRESH, Finding, bare, listing, make_finding, quote
 from onward.checker.scope import CheckedModel, Scope
 from onward.model.serde import FINGERPRINT, fingerprint
 from onward.model.state import FACTS, KEPT, PARAMETER_KEY, PREPROCESSING, ROLE_KEY
 from onward.standard import METADATA_IR
 
-JSON_KEYS = frozenset(
-    (*FACTS, *(f"train.{name}" for name in ("metrics", "model_config", "args", "data", "parallel", "sharding")))
-)
-ROLES = frozenset(
-    (
-        *("parameter", "optimizer_state", "statistics", "counter", "rng", "master", "ema", "accum", "scaler", "state"),
-        *("hyper", PREPROCESSING, KEPT),
-    )
-)
+_OTHER_FACTS = ("metrics", "model_config", "args", "data", "parallel", "sharding")
+JSON_KEYS = {*FACTS, *(f"train.{name}" for name in _OTHER_FACTS)}
+ROLES = {
+    *("parameter", "optimizer_state", "statistics", "counter", "rng", "master", "ema", "accum", "scaler", "state"),
+    *("hyper", PREPROCESSING, KEPT),
+}
 
 
 class MetadataHolder(NamedTuple):
-    """A part of the file with metadata, and the scope of the names in it."""
+    """An object with metadata, and the scope of the names in it."""
 
-    place: str
+    location: str
     entries: Iterable[StringStringEntryProto]
     scope: Scope
     is_tensor: bool = False
 
 
 def _holders(subject: CheckedModel) -> Iterator[MetadataHolder]:
-    """Yield all holders of metadata except the model, which could have some before IR version 10."""
+    """Yield all holders of metadata but the model, which may have metadata in every IR version."""
     for scope in subject.scopes:
         graph = scope.own
         if graph.proto.metadata_props:
@@ -64,21 +61,16 @@ def fresh(subject: CheckedModel) -> Iterator[Finding]:
                 continue
             current = current or fingerprint(subject.proto.graph)
             if entry.value != current:
-                yield make_finding(
-                    "OW701",
-                    step.own.place,
-                    "the training was written for another inference graph than this one: some tool has changed it",
-                    "refresh the training information, which says what no longer matches",
-                )
+                message = "the inference graph has changed since the training was written"
+                yield make_finding("OW701", step.own.place, message, REFRESH)
 
 
 def json_parses(subject: CheckedModel) -> Iterator[Finding]:
     for holder in _all_holders(subject):
         for entry in holder.entries:
             if _should_be_json(entry) and (problem := _parse(entry.value)[1]):
-                yield make_finding(
-                    "OW703", f'{holder.place}.metadata_props["{bare(entry.key)}"]', f"not JSON: {problem}"
-                )
+                message = f"not JSON: {problem}"
+                yield make_finding("OW703", f'{holder.location}.metadata_props["{bare(entry.key)}"]', message)
 
 
 def _should_be_json(entry: StringStringEntryProto) -> bool:
@@ -107,8 +99,8 @@ def parameters_exist(subject: CheckedModel) -> Iterator[Finding]:
                 continue
             if missing := [name for name in named if not _is_known(subject, holder.scope, name)]:
                 hint = holder.scope.suggest(missing[0])
-                location = f'{holder.place}.metadata_props["{entry.key}"]'
-                yield make_finding("OW704", location, f"there is no parameter {listing(missing)}", hint)
+                location = f'{holder.location}.metadata_props["{entry.key}"]'
+                yield make_finding("OW704", location, f"the model has no parameter {listing(missing)}", hint)
 
 
 def _optimized_parameters(groups: Any) -> Iterator[str]:
@@ -128,24 +120,24 @@ def roles_are_known(subject: CheckedModel) -> Iterator[Finding]:
         for entry in holder.entries:
             if entry.key == ROLE_KEY and entry.value not in ROLES:
                 hint = subject.suggest(entry.value, iter(ROLES)) or f"roles: {', '.join(sorted(ROLES))}"
-                yield make_finding("OW705", holder.place, f"the role {quote(entry.value)} is not known", hint)
+                yield make_finding("OW705", holder.location, f"unknown role {quote(entry.value)}", hint)
 
 
 def keys_once(subject: CheckedModel) -> Iterator[Finding]:
     for holder in _all_holders(subject):
         if twice := [key for key, number in Counter(entry.key for entry in holder.entries).items() if number > 1]:
-            code = "OW707" if holder.place == "model" else "OW706"
-            yield make_finding(code, f"{holder.place}.metadata_props", f"{listing(twice)} stands more than once")
+            code = "OW707" if holder.location == "model" else "OW706"
+            yield make_finding(code, f"{holder.location}.metadata_props", f"duplicate key {listing(twice)}")
 
 
 def new_enough(subject: CheckedModel) -> Iterator[Finding]:
     version = subject.proto.ir_version
     if not 1 <= version < METADATA_IR:
         return
-    holders = [holder.place for holder in _holders(subject)]
+    holders = [holder.location for holder in _holders(subject)]
     if holders:
         more = f" and {len(holders) - 1} more have" if len(holders) > 1 else " has"
-        message = f"{holders[0]}{more} metadata, which came with IR version {METADATA_IR}; this file says {version}"
+        message = f"{holders[0]}{more} metadata, which came with IR version {METADATA_IR}; the file has {version}"
         yield make_finding("OW708", "model", message, f"write the model with IR version {METADATA_IR} or newer")
 
 

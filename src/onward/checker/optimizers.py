@@ -49,9 +49,8 @@ def arity(scope: Scope) -> Iterator[Finding]:
             message = f"{len(node.args)} inputs; it takes 2, and {group} for each tensor that it updates"
             yield make_finding("OW502", node.place, message, f"the order is {_LAYOUT[node.op]}")
         elif not all(node.args):
-            yield make_finding(
-                "OW502", node.place, "an input is left out; all are needed", f"the order is {_LAYOUT[node.op]}"
-            )
+            message = "an input is left out; all are needed"
+            yield make_finding("OW502", node.place, message, f"the order is {_LAYOUT[node.op]}")
         elif len(node.outputs) != (expected := number * (group - 1)):
             message = f"{len(node.outputs)} outputs; for {number} tensors there are {expected}"
             yield make_finding("OW503", node.place, message, f"the order is {_LAYOUT[node.op]}")
@@ -74,13 +73,11 @@ def rate_and_count(scope: Scope) -> Iterator[Finding]:
     for node in optimizers(scope):
         rate, number = (scope.types.get(name) for name in (*node.args, "", "")[:2])
         if rate is not None and (rate.elem not in (TensorProto.FLOAT, TensorProto.DOUBLE) or rate.is_scalar is False):
-            yield make_finding(
-                "OW506", node.place, f"R, {quote(node.args[0])}, is {rate}; it must be a float or double scalar"
-            )
+            message = f"R, {quote(node.args[0])}, is {rate}; it must be a float or double scalar"
+            yield make_finding("OW506", node.place, message)
         if number is not None and (number.elem != TensorProto.INT64 or number.is_scalar is False):
-            yield make_finding(
-                "OW507", node.place, f"T, {quote(node.args[1])}, is {number}; it must be an int64 scalar"
-            )
+            message = f"T, {quote(node.args[1])}, is {number}; it must be an int64 scalar"
+            yield make_finding("OW507", node.place, message)
 
 
 def tuples_agree(scope: Scope) -> Iterator[Finding]:
@@ -92,9 +89,8 @@ def tuples_agree(scope: Scope) -> Iterator[Finding]:
             if expected is None:
                 continue
             if expected.elem not in (TensorProto.FLOAT, TensorProto.DOUBLE):
-                yield make_finding(
-                    "OW508", node.place, f"{quote(x)} is {expected}; {node.op} updates float and double only"
-                )
+                message = f"{quote(x)} is {expected}; {node.op} updates float and double only"
+                yield make_finding("OW508", node.place, message)
                 continue
             for name, letter in zip(others, f"G{_SLOT_NAMES[node.op]}", strict=False):
                 actual = scope.types.get(name)
@@ -110,9 +106,8 @@ def coefficients(scope: Scope) -> Iterator[Finding]:
         for name, (low, high) in _RANGES[node.op].items():
             attr = attribute(node.proto, name)
             if attr is not None and not low <= attr.f < high:
-                yield make_finding(
-                    "OW512", node.place, f"`{name}` is {attr.f:g}; it should be at least {low:g} and below {high:g}"
-                )
+                message = f"`{name}` is {attr.f:g}; it should be at least {low:g} and below {high:g}"
+                yield make_finding("OW512", node.place, message)
 
 
 SCOPE_RULES = (known_operators, arity, needed_attributes, mode, rate_and_count, tuples_agree, coefficients)
@@ -134,12 +129,8 @@ def adam_counts_from_one(step: Scope) -> Iterator[Finding]:
                 break
             seen.add(counter)
         if counter in step.updates and _initial(step, counter) == 0:
-            yield make_finding(
-                "OW510",
-                node.place,
-                f"T is {quote(counter)}, which starts at 0: the first steps lack their bias correction",
-                "give Adam the counter after it is increased",
-            )
+            message = f"T is {quote(counter)}, which starts at 0: the first steps lack their bias correction"
+            yield make_finding("OW510", node.place, message, "give Adam the counter after it is increased")
 
 
 def count_advances(step: Scope) -> Iterator[Finding]:
@@ -149,9 +140,8 @@ def count_advances(step: Scope) -> Iterator[Finding]:
         sources = upstream(step, [node.args[1]])
         if not any(name in step.updates or step.is_free_input(name) for name in sources):
             message = f"T, {quote(node.args[1])}, is the same in every step"
-            yield make_finding(
-                "OW511", node.place, message, "compute it from a counter that an update binding increases"
-            )
+            hint = "compute it from a counter that an update binding increases"
+            yield make_finding("OW511", node.place, message, hint)
 
 
 def _depends_on_count(node: NodeView) -> bool:

@@ -28,7 +28,7 @@ class Verdict:
     contradiction: str | None = None
     """Reason why strict type and shape inference refuses it."""
     died: str | None = None
-    """Reason why there is no verdict."""
+    """Reason for a missing verdict."""
     inferred: bytes = b""
     """Model with inferred types; empty if inference failed."""
 

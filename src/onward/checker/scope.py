@@ -86,6 +86,10 @@ class Gradient:
         return cls(node, texts("xs"), texts("zs"), y.s.decode("utf-8", "replace") if y else "")
 
     @property
+    def place(self) -> str:
+        return self.node.place
+
+    @property
     def results(self) -> Iterator[tuple[str, str]]:
         """Yield pairs of x and the name of d y / d x, for computed gradients."""
         return ((x, name) for x, name in zip(self.xs, self.node.outputs, strict=False) if name)
@@ -98,7 +102,7 @@ class Scope:
         self, subject: CheckedModel, own: GraphIndex, *, outer: GraphIndex | None = None, step: int | None = None
     ):
         self.subject, self.own, self.outer, self.step = subject, own, outer, step
-        self.parts = (own,) if outer is None else (outer, own)
+        self.graphs = (own,) if outer is None else (outer, own)
         around = [subject.inference.types] if outer is not None else []
         self.types: MutableMapping[str, TensorType] = ChainMap(declared_types(own.proto), *around)
         self.budget = Budget(2_000_000)
@@ -122,20 +126,20 @@ class Scope:
         return self.own.producers.get(name) or (self.outer.producers.get(name) if self.outer else None)
 
     def initializer(self, name: str) -> TensorProto | None:
-        return next((part.initializers[name] for part in self.parts if name in part.initializers), None)
+        return next((graph.initializers[name] for graph in self.graphs if name in graph.initializers), None)
 
     def is_free_input(self, name: str) -> bool:
         """True for an input that a caller must feed."""
-        return any(name in part.inputs and not part.is_initializer(name) for part in self.parts)
+        return any(name in graph.inputs and not graph.is_initializer(name) for graph in self.graphs)
 
     def defines(self, name: str) -> bool:
-        return any(part.defines(name) for part in self.parts)
+        return any(graph.defines(name) for graph in self.graphs)
 
     def read_by(self, name: str) -> list[NodeView]:
-        return [node for part in self.parts for node in part.readers.get(name, ())]
+        return [node for graph in self.graphs for node in graph.readers.get(name, ())]
 
     def suggest(self, name: str) -> str | None:
-        return self.subject.suggest(name, (other for part in self.parts for other in part.names()))
+        return self.subject.suggest(name, (other for graph in self.graphs for other in graph.names()))
 
     @cached_property
     def gradients(self) -> list[Gradient]:
@@ -143,11 +147,11 @@ class Scope:
 
     @cached_property
     def updates(self) -> dict[str, str]:
-        return first_of_each(self.entry.update_binding)
+        return _first_values(self.entry.update_binding)
 
     @cached_property
     def resets(self) -> dict[str, str]:
-        return first_of_each(self.entry.initialization_binding)
+        return _first_values(self.entry.initialization_binding)
 
 
 def versions(imports: Iterable[OperatorSetIdProto]) -> dict[str, int]:
@@ -160,7 +164,7 @@ def function_place(function: FunctionProto) -> str:
     return f'functions["{bare(function.domain)}::{bare(function.name)}{bare(overload)}"]'
 
 
-def first_of_each(bindings: Iterable[StringStringEntryProto]) -> dict[str, str]:
+def _first_values(bindings: Iterable[StringStringEntryProto]) -> dict[str, str]:
     """Return bindings as a map, with the first of duplicate keys, which are errors."""
     pairs: dict[str, str] = {}
     for binding in bindings:
@@ -245,42 +249,35 @@ def model_of(scope: Scope) -> ModelProto:
     source = scope.subject.proto
     model = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, functions=source.functions)
     model.graph.name = scope.own.proto.name or "graph"
-    for part in scope.parts:
-        graph = model.graph
-        graph.node.extend(part.proto.node)
-        graph.input.extend(part.proto.input)
-        graph.output.extend(part.proto.output)
-        graph.value_info.extend(part.proto.value_info)
-        for sparse in part.proto.sparse_initializer:  # nodes read it like a dense tensor, which shape inference refuses
+    combined = model.graph
+    for graph in scope.graphs:
+        combined.node.extend(graph.proto.node)
+        combined.input.extend(graph.proto.input)
+        combined.output.extend(graph.proto.output)
+        combined.value_info.extend(graph.proto.value_info)
+        for sparse in graph.proto.sparse_initializer:  # shape inference refuses sparse tensors that nodes read as dense
             name = sparse.values.name
-            graph.sparse_initializer.add().CopyFrom(sparse)
-            graph.sparse_initializer[-1].values.name = f"onward:sparse:{name}"
-            if name not in part.inputs:
-                graph.input.append(_value(name, sparse.values.data_type, sparse.dims))
-        for tensor in part.proto.initializer:
-            if _is_small(tensor):
-                graph.initializer.append(tensor)
-            elif tensor.name not in part.inputs:
-                graph.input.append(_value(tensor.name, tensor.data_type, tensor.dims))
+            combined.sparse_initializer.add().CopyFrom(sparse)
+            combined.sparse_initializer[-1].values.name = f"onward:sparse:{name}"
+            if name not in graph.inputs:
+                combined.input.append(_value(name, sparse.values.data_type, sparse.dims))
+        for tensor in graph.proto.initializer:
+            if tensor.data_location != TensorProto.EXTERNAL and count(tensor.dims) <= _SMALL:
+                combined.initializer.append(tensor)
+            elif tensor.name not in graph.inputs:
+                combined.input.append(_value(tensor.name, tensor.data_type, tensor.dims))
     if TRAINING_DOMAIN in versions(model.opset_import):
-        _type_gradients(model.graph.node)
+        _type_gradients(combined.node)
     return model
 
 
-def _is_small(tensor: TensorProto) -> bool:
-    return tensor.data_location != TensorProto.EXTERNAL and count(tensor.dims) <= _SMALL
-
-
-def _value(name: str, elem: int, dims: Iterable[int | None] | None) -> ValueInfoProto:
+def _value(name: str, elem: int, dims: Iterable[int]) -> ValueInfoProto:
     value = ValueInfoProto(name=name)
     tensor = value.type.tensor_type
     tensor.elem_type = elem
-    if dims is not None:
-        tensor.shape.SetInParent()
-        for dim in dims:
-            added = tensor.shape.dim.add()
-            if dim is not None:
-                added.dim_value = dim
+    tensor.shape.SetInParent()  # without dimensions it would be unknown, not a scalar
+    for dim in dims:
+        tensor.shape.dim.add().dim_value = dim
     return value
 
 
@@ -322,8 +319,8 @@ def upstream(
 ) -> dict[str, None]:
     """Return the names from which `starts` are computed, including themselves, nearest first.
 
-    stop: names that count as given. inputs: the inputs of a node to follow. passes: True for values to follow.
-    until: True ends the search. through_time: follow variables to their new values of the step before.
+    stop: names to stop at. inputs: the inputs of a node to follow. passes: True for values to follow. until: True
+    ends the search. through_time: follow variables to their new values of the step before.
     """
     seen = dict.fromkeys(starts)
     expanded: set[object] = set()

@@ -28,7 +28,7 @@ from onward.transform.declare import declare_hint
 MOST_STEPS = 64
 """Largest number of steps that are combined with the inference graph; each costs as much as inference."""
 
-_GRAPH = re.compile(r"model|functions|graph|training_info\[\d+\]\.\w+")  # the part of a file that a place is in
+_GRAPH = re.compile(r"model|functions|graph|training_info\[\d+\]\.\w+")  # beginning of a finding's path
 _PREFIX = re.compile(r"^(\[ShapeInferenceError\]|\[TypeInferenceError\]|\s)+")
 
 
@@ -73,9 +73,9 @@ def _has_inner_external_data(subject: CheckedModel) -> bool:
 
 def objections(subject: CheckedModel, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
     """Yield what onnx objects to in graphs without other errors."""
-    blamed = {graph[0] for finding in errors if (graph := _GRAPH.match(finding.place))}
+    blamed = {match[0] for finding in errors if (match := _GRAPH.match(finding.place))}
     for scope, verdict in verdicts.items():
-        if not blamed.isdisjoint(("model", "functions", *(part.place for part in scope.parts))):
+        if not blamed.isdisjoint(("model", "functions", *(graph.place for graph in scope.graphs))):
             continue
         for finding in _objections(scope, verdict):
             blamed.add(scope.own.place)
@@ -86,14 +86,15 @@ def objections(subject: CheckedModel, verdicts: dict[Scope, Verdict], errors: It
 
 
 def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
-    place = scope.own.place
+    location = scope.own.place
     if verdict.died:
-        yield make_finding("OW114", place, f"onnx.checker {verdict.died}", "do not use files like this one")
+        hint = "use the file only if you trust its source"
+        yield make_finding("OW114", location, f"onnx.checker {verdict.died}", hint)
     elif verdict.invalid:
         code = "OW110" if scope is scope.subject.inference else "OW111" if scope.outer else "OW112"
-        yield make_finding(code, place, *_message_and_hint(scope, verdict.invalid))
+        yield make_finding(code, location, *_message_and_hint(scope, verdict.invalid))
     elif verdict.contradiction:
-        yield make_finding("OW113", place, _sentence(verdict.contradiction))
+        yield make_finding("OW113", location, _sentence(verdict.contradiction))
 
 
 def _message_and_hint(scope: Scope, message: str) -> tuple[str, str | None]:
@@ -119,6 +120,7 @@ def _sentence(message: str, most: int = 400) -> str:
 
 
 _ITS_DOMAINS = {"", "ai.onnx.ml", "com.microsoft"}
+"""Domains with operators of ONNX Runtime."""
 
 
 def versions(subject: CheckedModel) -> Iterator[Finding]:
@@ -146,19 +148,19 @@ def domains(subject: CheckedModel) -> Iterator[Finding]:
     for call in subject.calls:
         domain = domain_of(call.node)
         if domain not in standard_domains() | _ITS_DOMAINS and subject.function(call.node) is None:
-            yield make_finding("OW654", call.place, f"ONNX Runtime knows no domain {quote(domain)}")
+            yield make_finding("OW654", call.place, f"ONNX Runtime has no operators of the domain {quote(domain)}")
 
 
 def training_operators(subject: CheckedModel) -> Iterator[Finding]:
-    here = [node.place for node in subject.inference.own.nodes if node.domain == TRAINING_DOMAIN]
-    for place in here:
-        yield make_finding("OW655", place, "ONNX Runtime knows no training operators", "move the node to an algorithm")
+    for node in subject.inference.own.nodes:
+        if node.domain == TRAINING_DOMAIN:
+            message = "ONNX Runtime has no training operators"
+            yield make_finding("OW655", node.place, message, "move the node to an algorithm")
     lowered = [node.op for step in subject.steps for node in step.own.nodes if node.domain == TRAINING_DOMAIN]
     if lowered:
         operators = listing(dict.fromkeys(lowered))
-        yield make_finding(
-            "OW652", "training_info", f"ONNX Runtime has no {operators}: Onward lowers such nodes before it runs a step"
-        )
+        message = f"ONNX Runtime has no {operators}: Onward lowers such nodes before it runs a step"
+        yield make_finding("OW652", "training_info", message)
 
 
 _RULES: dict[str, tuple[Callable[[CheckedModel], Iterator[Finding]], ...]] = {
@@ -171,6 +173,6 @@ def rules_for(target: str | None) -> tuple[Callable[[CheckedModel], Iterator[Fin
     if target is None:
         return ()
     if target not in _RULES:
-        hint = suggest(target, _RULES) or f"known runtimes: {', '.join(_RULES)}"
-        raise UnknownNameError(f"nothing is known about the runtime `{target}`", hint=hint)
+        hint = suggest(target, _RULES) or f"runtimes: {', '.join(_RULES)}"
+        raise UnknownNameError(f"unknown runtime `{target}`", hint=hint)
     return _RULES[target]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 
-from onward.checker.codes import Finding, bare, listing, make_finding, quote
+from onward.checker.codes import REFRESH, Finding, bare, listing, make_finding, quote
 from onward.checker.graphs import GraphIndex, NodeView
 from onward.checker.scope import Scope
 from onward.model.protos import definitions
@@ -20,12 +20,8 @@ def defined_once(scope: Scope) -> Iterator[Finding]:
     )
     for name, number in times.items():
         if number > 1:
-            yield make_finding(
-                "OW120",
-                graph.place,
-                f"{quote(name)} is defined {number} times",
-                "every input, initializer and node output needs a name of its own",
-            )
+            hint = "every input, initializer and node output needs a name of its own"
+            yield make_finding("OW120", graph.place, f"{quote(name)} is defined {number} times", hint)
 
 
 def new_names_only(scope: Scope) -> Iterator[Finding]:
@@ -34,12 +30,9 @@ def new_names_only(scope: Scope) -> Iterator[Finding]:
         return
     for name in scope.own.names():
         if scope.outer.defines(name):
-            yield make_finding(
-                "OW121",
-                f"{scope.own.place}{_declaration(scope.own, name)}",
-                f"{quote(name)} is declared again; the inference graph has it ({_kind(scope.outer, name)})",
-                "the algorithm reads inference values by name: remove the declaration, or choose another name",
-            )
+            message = f"{quote(name)} is declared again; the inference graph has it ({_kind(scope.outer, name)})"
+            hint = "the algorithm reads inference values by name: remove the declaration, or choose another name"
+            yield make_finding("OW121", f"{scope.own.place}{_declaration(scope.own, name)}", message, hint)
 
 
 def _declaration(graph: GraphIndex, name: str) -> str:
@@ -75,7 +68,7 @@ def _undefined_name(scope: Scope, node: NodeView, name: str) -> Finding:
         code = "OW128"
     elif scope.outer is not None:
         code, why = "OW702", ", which neither the algorithm nor the inference graph defines"
-        hint = hint or "if another tool has changed the inference graph, refresh the training information"
+        hint = hint or REFRESH
     elif scope is not subject.inference and (home is not None or subject.inference.defines(name)):
         code, why = "OW303", " of another graph; an initialization graph sees only its own values"
         hint = "compute the value in the initialization graph itself"
@@ -91,18 +84,13 @@ def order(scope: Scope) -> Iterator[Finding]:
         return
     if circle := _cycle(scope.own):
         steps = " -> ".join(quote(node.outputs[0] if node.outputs else node.op, 40) for node in circle[:6])
-        yield make_finding(
-            "OW124", circle[0].place, f"the node depends on itself: {steps}{' ...' if len(circle) > 6 else ''}"
-        )
+        message = f"the node depends on itself: {steps}{' ...' if len(circle) > 6 else ''}"
+        yield make_finding("OW124", circle[0].place, message)
         return
     node, name = late[0]
     more = f" ({len(late) - 1} more like this)" if len(late) > 1 else ""
-    yield make_finding(
-        "OW125",
-        node.place,
-        f"reads {quote(name)} before {scope.own.producers[name][0].place} computes it{more}",
-        "sort the nodes topologically",
-    )
+    message = f"reads {quote(name)} before {scope.own.producers[name][0].place} computes it{more}"
+    yield make_finding("OW125", node.place, message, "sort the nodes topologically")
 
 
 def _comes_later(scope: Scope, node: NodeView, name: str) -> bool:
@@ -111,7 +99,7 @@ def _comes_later(scope: Scope, node: NodeView, name: str) -> bool:
 
 
 def _is_source(scope: Scope, name: str) -> bool:
-    return any(name in graph.inputs or graph.is_initializer(name) for graph in scope.parts)
+    return any(name in graph.inputs or graph.is_initializer(name) for graph in scope.graphs)
 
 
 def _cycle(graph: GraphIndex) -> list[NodeView]:
@@ -135,9 +123,8 @@ def outputs_are_computed(scope: Scope) -> Iterator[Finding]:
             yield make_finding("OW122", f'graph.output["{bare(name)}"]', f"this output is computed by {home}")
         elif not scope.defines(name):
             hint = scope.suggest(name)
-            yield make_finding(
-                "OW126", f'{scope.own.place}.output["{bare(name)}"]', "nothing computes this output", hint
-            )
+            message = "nothing computes this output"
+            yield make_finding("OW126", f'{scope.own.place}.output["{bare(name)}"]', message, hint)
 
 
 def outputs_are_new(scope: Scope) -> Iterator[Finding]:

@@ -38,10 +38,10 @@ def is_up_to_date() -> bool:
 
 
 def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
-    """Compile the library; print the reason if there is no compiler or the system is not supported."""
+    """Compile the library; without a compiler or on another system, print why not."""
     cxx = compiler()
     if cxx is None or sys.platform != "linux":
-        reason = "no C++ compiler was found" if cxx is None else f"there are none for {sys.platform} yet"
+        reason = "no C++ compiler" if cxx is None else f"{sys.platform} is not supported"
         print(f"onward: native kernels are left out ({reason}); ONNX Runtime's own are used", file=sys.stderr)
         return False
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
@@ -57,21 +57,13 @@ def build(to: Path = LIBRARY, more: tuple[str, ...] = ()) -> bool:
         try:
             list(pool.map(lambda job: compile_one(*job), jobs))
             library = str(Path(folder) / "library.so")
-            link = [
-                cxx,
-                "-shared",
-                f"-Wl,--version-script={SOURCES / 'exports.map'}",
-                *more,
-                "-o",
-                library,
-                *objects,
-            ]
-            subprocess.run(link, check=True)
+            exports = f"-Wl,--version-script={SOURCES / 'exports.map'}"
+            subprocess.run([cxx, "-shared", exports, *more, "-o", library, *objects], check=True)
         except subprocess.CalledProcessError:
             print("onward: native kernels are left out (they did not compile)", file=sys.stderr)
             return False
         shutil.copyfile(library, f"{to}.new")
-        Path(f"{to}.new").replace(to)  # at once: another process may have the old one open
+        Path(f"{to}.new").replace(to)  # atomic: another process may have the old one open
     return True
 
 

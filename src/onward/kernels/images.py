@@ -158,7 +158,7 @@ def window_of(settings: Mapping[str, Any], kernel: Sequence[int], sizes: Dims) -
 
 
 def of_two_axes(values_: Sequence[T], default: T) -> list[T]:
-    """Return values of two spatial axes; a signal gets the `usual` one for its height."""
+    """Return values of two spatial axes; a signal gets the default for its height."""
     return [*[default] * (2 - len(values_)), *values_]
 
 
@@ -169,9 +169,9 @@ def _pads(
         return list(settings["pads"] or [0] * 2 * len(kernel))
     if settings["auto_pad"] == "VALID":
         return [0] * 2 * len(kernel)
-    known = [n for n in sizes if isinstance(n, int)]
-    if len(known) < len(sizes):
+    lengths = [n for n in sizes if isinstance(n, int)]
+    if len(lengths) < len(sizes):
         return None
-    axes = zip(known, kernel, strides, dilations, strict=True)
+    axes = zip(lengths, kernel, strides, dilations, strict=True)
     pads = [same_padding(size, (n - 1) * gap + 1, stride, settings["auto_pad"]) for size, n, stride, gap in axes]
     return [n for side in zip(*pads, strict=True) for n in side]

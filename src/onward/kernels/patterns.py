@@ -125,7 +125,7 @@ def producer_of(value: ir.Value | None, *operators: str) -> ir.Node | None:
 
 
 def sole_producer(value: ir.Value | None, *operators: str) -> ir.Node | None:
-    """Return the producer like `made_by`, if only one node reads its result."""
+    """Return the producer like `producer_of`, if only one node reads its result."""
     node = producer_of(value, *operators)
     if node is None or value is None or value.is_graph_output() or len({use.node for use in value.uses()}) != 1:
         return None

@@ -50,26 +50,26 @@ def lower(
     - `"run"`: (data, epochs, seed, state) -> (metrics of all steps and epochs, new state, the best state): whole
       training, as a Loop over steps
 
-    Operators outside the standard are refused, except in `"inference"`, which only loses training
-    operators and functions.
+    Operators outside the standard are refused, except in `"inference"`, where only training operators
+    and functions are replaced.
 
     A model with several steps runs all of them by default, in order, as often as the file says.
     `steps` selects one by number or name, or gives counts: `"discriminator:2,generator"`. Several
-    are lowered as one: later steps see the state that earlier ones changed. In `"evaluation"` and
-    `"gradients"`, each sees the given state.
+    are lowered as one: later steps read the state that earlier ones changed. In `"evaluation"` and
+    `"gradients"`, each reads the state of the call.
 
-    The model is for the installed ONNX Runtime: bodies replace operators that it lacks.
+    The installed ONNX Runtime can load the result: bodies replace operators that it lacks.
 
     - `model`: a training model, or any other for `"inference"`
     - `steps`: see above
     - `recompute`: values to compute twice to save memory, as in `onward.gradient`
     - `part`: see above (default: `"step"`, or `"inference"` of a model without steps). The following options are for
-      the part `"run"` alone
+      the part `"run"` only
     """
     if part == RUN:
         return for_onnxruntime(lower_run(load(model), steps, LoweringOptions(recompute), WholeRunOptions(**settled)))
     if settled:
         raise RecipeError(
-            f"`{next(iter(settled))}` is for the part `{RUN}` alone", hint=f'add `part="{RUN}"` (`--part {RUN}`)'
+            f"`{next(iter(settled))}` works with the part `{RUN}` only", hint=f'add `part="{RUN}"` (`--part {RUN}`)'
         )
     return for_onnxruntime(lower_for_engine(model, steps, part, LoweringOptions(recompute)))

@@ -19,15 +19,15 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """Interface of a lowered model. A field is empty if the part has nothing of the kind."""
+    """Interface of a lowered model. A field is empty if the part has nothing of this type."""
 
     part: str = ""
     batch: list[str] = field(default_factory=list)
-    """Inputs with the data of each call."""
+    """Inputs that take the data of a call."""
     gradients: dict[str, str] = field(default_factory=dict)
     """Gradient -> its parameter: outputs of `gradients`, inputs of `apply`."""
     state: list[str] = field(default_factory=list)
-    """Inputs that are carried from call to call."""
+    """Inputs that take the state of the call before."""
     update: dict[str, str] = field(default_factory=dict)
     """State -> the output that replaces it."""
     metrics: list[str] = field(default_factory=list)
@@ -37,19 +37,19 @@ class Contract:
     outputs: list[str] = field(default_factory=list)
     """Outputs of the inference model."""
     validation: dict[str, str] = field(default_factory=dict)
-    """Input of validation data -> the input of a batch that it is for."""
+    """Input with validation data -> the input of a batch that these are for."""
     noise: list[str] = field(default_factory=list)
-    """Inputs that take random numbers of each batch, not rows of the data."""
+    """Inputs that take new random numbers for each batch, not rows of the data."""
     settings: dict[str, str] = field(default_factory=dict)
     """Setting of a call -> its input: `epochs`, `steps`, `seed`."""
     position: dict[str, str] = field(default_factory=dict)
-    """Progress of the run -> its input, which is among the state."""
+    """Progress of the run -> its input, which is part of the state."""
     best: dict[str, str] = field(default_factory=dict)
-    """Input with the best value so far, among the state -> the state that it is a copy of."""
+    """Input with the best value so far, part of the state -> the state that it copies."""
     epochs: dict[str, str] = field(default_factory=dict)
     """Result of each epoch -> its output."""
     stopped: str | None = None
-    """Output with the reason for the end."""
+    """Output with the reason why the run stopped."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the contract as stored in the file, with all keys."""

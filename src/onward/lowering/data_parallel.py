@@ -11,8 +11,8 @@ The derivative of an AllReduce is an AllReduce. If each process differentiates t
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +20,7 @@ import onnx_ir as ir
 from onward.build import DOMAIN, Builder, Expr
 from onward.constants import constant_ints
 from onward.errors import UnsupportedError
-from onward.lowering.standard_operators import expand
+from onward.lowering.standard_operators import Attributes, Inputs, Results, expand
 from onward.lowering.step_graph import StepGraph
 from onward.model import Model
 from onward.model.core import string, values
@@ -66,8 +66,8 @@ class _DataParallelPass:
 
     def normalize_together(self) -> None:
         nodes = [n for n in self._step_graph.graph if n.op_type == "BatchNormalization" and _is_training(n)]
-        for user, at in [use for node in nodes for output in node.outputs[2:] for use in output.uses()]:
-            if user.op_type == "CastLike" and at == 1:  # the number of samples, for the unbiased variance
+        for user, i in [use for node in nodes for output in node.outputs[2:] for use in output.uses()]:
+            if user.op_type == "CastLike" and i == 1:  # the number of samples, for the unbiased variance
                 self._replace(user.outputs[0], all_reduce)
         expand(self._step_graph.context, {("", "BatchNormalization"): _batch_normalization}, _is_training)
         self._step_graph.known.update({value.name: value for value in values(self._step_graph.graph)})
@@ -78,8 +78,8 @@ class _DataParallelPass:
         for gradient in self._step_graph.last_gradients():
             if self._step_graph.value(string(gradient, "y")) in local:
                 raise UnsupportedError(
-                    "the loss is no sum or mean over all samples of a batch, as far as its graph tells",
-                    hint="end it with a ReduceMean or ReduceSum over all axes, or train it in one process",
+                    "the graph of the loss does not end with a sum or mean over all samples",
+                    hint="end it with a ReduceMean or ReduceSum over all axes, or train in one process",
                 )
         if self._options.gradients:
             for _, output in self._step_graph.results():
@@ -104,9 +104,7 @@ class _DataParallelPass:
         state = set(step_graph.state.values())
         local = {value for value in step_graph.graph.inputs if value not in state}
         for node in list(step_graph.graph):
-            inputs = list(read_by(node))[
-                : 1 if node.op_type == "CastLike" else None
-            ]  # the second input gives only the type
+            inputs = list(read_by(node))[: 1 if node.op_type == "CastLike" else None]  # the second gives only the type
             if is_all_reduce(node) or local.isdisjoint(inputs):
                 continue
             if node in nodes and reduces_all(node):
@@ -126,13 +124,12 @@ class _DataParallelPass:
             self._replace(node.outputs[0], lambda local: all_reduce(local, common=True))
         elif node.op_type == "ReduceMean":
             count = op.Cast(op.Size(x), to=ir.DataType.FLOAT)
-            part = count / all_reduce(count)
-            self._replace(node.outputs[0], lambda local: all_reduce(local * op.CastLike(part, local), common=True))
+            share = count / all_reduce(count)
+            self._replace(node.outputs[0], lambda local: all_reduce(local * op.CastLike(share, local), common=True))
         else:
             raise UnsupportedError(
-                f"the loss depends on the {node.op_type} `{node.name or node.outputs[0].name}` over the samples of a "
-                "batch, which is not a sum of shares",
-                hint="train it in one process, or take a loss that is a sum or a mean over samples",
+                f"the {node.op_type} `{node.name or node.outputs[0].name}` over the samples of a batch is not a sum",
+                hint="train in one process, or use a loss that is a sum or a mean over samples",
             )
 
     def _divisor(self, node: ir.Node) -> Expr:
@@ -148,19 +145,23 @@ class _DataParallelPass:
         weight = op.Cast(op.Gather(weights, op.Where(counted, labels, 0) if counted else labels), to=ir.DataType.FLOAT)
         return op.ReduceSum(op.Where(counted, weight, 0.0) if counted else weight, keepdims=0)
 
-    def _replace(self, value: ir.Value, change: Any) -> None:
-        """Replace a value by a function of it, under its name."""
-        name, uses = value.name or "", list(value.uses())
-        is_output = value.is_graph_output()
-        new = change(self._op(value)).like(value).value
-        for node, i in uses:
-            node.replace_input_with(i, new)
-        if is_output:
-            outputs = self._step_graph.graph.outputs
-            outputs[:] = [new if output is value else output for output in outputs]
-        value.name = self._op.names.fresh(f"{name}/local")
-        new.name = name
-        self._step_graph.known[name] = new
+    def _replace(self, value: ir.Value, change: Callable[[Expr], Expr]) -> None:
+        name = value.name or ""
+        self._step_graph.known[name] = _replace_by_common(self._op, value, change)
+
+
+def _replace_by_common(op: Builder, value: ir.Value, change: Callable[[Expr], Expr]) -> ir.Value:
+    """Replace a value of one process by a function of it, under its name."""
+    name, uses, graph = value.name or "", list(value.uses()), value.graph
+    is_output = value.is_graph_output()
+    new = change(op(value)).like(value).value
+    for node, i in uses:
+        node.replace_input_with(i, new)
+    if is_output and graph is not None:
+        graph.outputs[:] = [new if output is value else output for output in graph.outputs]
+    value.name = op.names.fresh(f"{name}/local")
+    new.name = name
+    return new
 
 
 def _is_training(node: ir.Node) -> bool:
@@ -217,19 +218,16 @@ def reduces_all(node: ir.Node) -> bool:
 # ---- statistics of the whole batch -----------------------------------------------------------------------------------
 
 
-def _batch_normalization(
-    op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
-) -> tuple[Expr, ...]:
+def _batch_normalization(op: Builder, inputs: Inputs, attributes: Attributes, outputs: int) -> Results:
     """Return BatchNormalization in training mode, with mean and variance over all processes."""
-    x, scale, bias, mean, variance = inputs
-    assert x is not None and scale is not None and bias is not None and mean is not None and variance is not None
+    x, scale, bias, mean, variance = (value for value in inputs if value is not None)
     rows = op.Reshape(x, np.array([0, 0, -1], np.int64))  # whatever the number of axes: samples, channels, the rest
     count = all_reduce(_count(op, x))
     batch_mean = all_reduce(op.ReduceSum(rows, [0, 2], keepdims=1)) / count
-    centred = rows - batch_mean
-    batch_variance = all_reduce(op.ReduceSum(centred * centred, [0, 2], keepdims=1)) / count
+    centered = rows - batch_mean
+    batch_variance = all_reduce(op.ReduceSum(centered * centered, [0, 2], keepdims=1)) / count
     along = np.array([1, -1, 1], np.int64)
-    scaled = centred / op.Sqrt(batch_variance + attributes["epsilon"]) * op.Reshape(scale, along)
+    scaled = centered / op.Sqrt(batch_variance + attributes["epsilon"]) * op.Reshape(scale, along)
     y = op.Reshape(scaled + op.Reshape(bias, along), op.Shape(x))
     running = [
         _follow(op, old, op.Squeeze(new, [0, 2]), attributes["momentum"])
@@ -295,34 +293,25 @@ class _Splitter:
                 self._sum_over_all(op, node)
             else:
                 raise UnsupportedError(
-                    f"the update takes whole tensors: {node.op_type} (`{node.outputs[0].name}`) needs more of a "
-                    "tensor than the shard that a process has",
-                    hint='take an optimizer of single elements, or `strategy="ddp"` (`--strategy ddp`)',
+                    f"the {node.op_type} `{node.outputs[0].name}` of the update needs whole tensors, not shards",
+                    hint='use an elementwise optimizer, or `strategy="ddp"` (`--strategy ddp`)',
                 )
         graph.sort()
 
     def _sum_over_all(self, op: Builder, node: ir.Node) -> None:
-        value = node.outputs[0]
-        uses, is_output = list(value.uses()), value.is_graph_output()
-        local = op(value)
-        total = op.Sqrt(all_reduce(local * local)) if node.op_type == "ReduceL2" else all_reduce(local)
-        new = total.like(value).value
-        for user, at in uses:
-            user.replace_input_with(at, new)
-        if is_output and value.graph is not None:
-            outputs = value.graph.outputs
-            outputs[:] = [new if output is value else output for output in outputs]
-            new.name, value.name = value.name, op.names.fresh(f"{value.name}/local")
+        def total(local: Expr) -> Expr:
+            return op.Sqrt(all_reduce(local * local)) if node.op_type == "ReduceL2" else all_reduce(local)
+
+        _replace_by_common(op, node.outputs[0], total)
 
 
 # ---- overlapped sums -------------------------------------------------------------------------------------------------
 #
-# Sums that overlap with computation. Values of the batch alone, such as the number of counted labels, are summed
-# during the forward pass. Values that nothing in the graph reads, such as the loss, are summed during the backward
-# pass, which only needs to know that they are sums.
+# Values of the batch alone, such as the number of counted labels, are summed during the forward pass. Values that
+# nothing in the graph reads, such as the loss, are summed during the backward pass.
 
 
-_FEW = 20
+_MOST_NODES = 20
 """Largest number of nodes that are computed twice."""
 
 
@@ -337,8 +326,7 @@ def split_off_first_sums(model: Model, batch: Collection[str]) -> Model | None:
     early_sums = [node for node in sums if _follows_from(batch, node)]
     if not early_sums:
         return None
-    parts = [value for node in early_sums for value in read_by(node)]
-    first = extract_values(model, parts)
+    first = extract_values(model, [value for node in early_sums for value in read_by(node)])
     for node, term in zip(early_sums, first.graph.outputs, strict=True):
         total = node.outputs[0]
         term.name = total.name
@@ -367,11 +355,15 @@ def _follows_from(batch: Collection[str], node: ir.Node) -> bool:
     """True if the inputs of a node need no more than the batch, and few nodes."""
     nodes, reached = ancestors(read_by(node))
     sources = [value for value in reached if value.producer() is None and not value.is_initializer()]
-    return len(nodes) <= _FEW and not any(map(is_all_reduce, nodes)) and all(value.name in batch for value in sources)
+    return (
+        len(nodes) <= _MOST_NODES
+        and not any(map(is_all_reduce, nodes))
+        and all(value.name in batch for value in sources)
+    )
 
 
 def leave_last_sums(model: Model) -> list[str]:
-    """Replace outputs that are sums which nothing reads by their local terms; return their names."""
+    """Replace sums that are outputs, and that no node reads, by their local terms; return their names."""
     outputs = model.graph.outputs
     names = []
     for node in [node for node in model.graph if is_all_reduce(node) and is_common(node)]:

@@ -19,19 +19,19 @@ from onward.model import Model
 from onward.model.walk import ancestors, read_by
 
 COUNT, NUMBER = "micro-batches", "number of the micro-batch"
-"""New inputs: the count as a float; two uint32 from which a micro-batch draws random numbers."""
+"""New inputs: the count as a float; two uint32 that seed the random numbers of a micro-batch."""
 _OF_SHAPES = ("Shape", "Size")
 _SUMS = ("Add", "Sub", "Sum")
 _LINEAR = ("Identity", "Cast", "CastLike", "Neg", "Squeeze", "Unsqueeze", "Reshape", "Mul", "Div")
 """Operators that may act on terms of a sum, as the first input; a factor may be the other."""
-_HINT = "take another strategy: `--strategy fsdp`"
+_HINT = "use another strategy: `--strategy fsdp`"
 
 
 def divide_into_micro_batches(model: Model, state: Collection[str], updated: Collection[str]) -> Model:
-    """Let a forward pass compute a part of a batch, in place. Its metrics become terms of sums.
+    """Let a forward pass compute one micro-batch, in place. Its metrics become terms of sums.
 
-    Return a model that computes, once per batch, the values that all parts read, and the `updated`
-    state.
+    Return a model that computes, once per batch, the values that all micro-batches read, and the
+    `updated` state.
     """
     return _Dividing(model, state, updated).divide()
 
@@ -109,8 +109,7 @@ class _Dividing:
         learned = [v for v in reached & self._state if v.dtype is None or v.dtype.is_floating_point()]
         if learned:
             raise UnsupportedError(
-                f"`{value.name}` depends on all samples of a batch at once, as statistics of BatchNormalization do, "
-                "and a pipeline has them part by part",
+                f"`{value.name}` needs the whole batch, like statistics of BatchNormalization; a pipeline divides it",
                 hint=_HINT,
             )
 
@@ -130,6 +129,5 @@ class _Dividing:
         wrong += [value for value in self._graph.outputs if value not in of_terms]
         if wrong:
             raise UnsupportedError(
-                f"`{wrong[0].name}` is no sum of what samples add to it, and a pipeline has them part by part",
-                hint=_HINT,
+                f"`{wrong[0].name}` is not a sum over samples; a pipeline divides the batch", hint=_HINT
             )

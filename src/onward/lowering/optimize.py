@@ -92,12 +92,12 @@ Results = Sequence[ir.Value | None]
 def inline_typed_calls(context: Context) -> None:
     """Inline calls in the outermost graph, in place, but for functions with nested graphs."""
     model = context.model
-    writer = _Inliner(context)
-    calls = [node for node in model.graph if writer.can_inline(node)]
+    inliner = _Inliner(context)
+    calls = [node for node in model.graph if inliner.can_inline(node)]
     for call in calls:
-        writer.replace(call)
+        inliner.replace(call)
     if calls:
-        model.graph.remove(calls, safe=True)  # all at once: each removal looks at all outputs of the graph
+        model.graph.remove(calls, safe=True)  # all at once: each removal goes through all outputs of the graph
     drop_unused_definitions(model)
 
 

@@ -27,6 +27,7 @@ from onward.model.core import (
     is_gradient,
     link_gradients,
     rename_in_gradients,
+    require_tensor,
     string,
     strings,
     unlink_gradients,
@@ -78,7 +79,7 @@ def runs_per_step(model: Model, steps: Steps) -> dict[int, int]:
     """Return the selected steps by index, in order, with the number of runs of each."""
     if steps is None:
         if not model.steps:
-            model.step()  # which says what to do
+            model.step()  # raises, with a hint
         return {index: _times(step) for index, step in enumerate(model.steps)}
     if isinstance(steps, int):
         model.step(steps)
@@ -86,9 +87,7 @@ def runs_per_step(model: Model, steps: Steps) -> dict[int, int]:
     counts = steps if isinstance(steps, Mapping) else dict(map(_named_times, steps.split(",")))
     runs = {_index(model, name): count for name, count in counts.items()}
     if len(runs) < len(counts) or not runs or any(not isinstance(n, int) or n < 1 for n in runs.values()):
-        raise RecipeError(
-            f"`{steps}` does not say which steps to run, and how often each", hint='write `"discriminator:2,generator"`'
-        )
+        raise RecipeError(f"`{steps}` does not name steps with counts", hint='write `"discriminator:2,generator"`')
     return runs
 
 
@@ -125,7 +124,7 @@ def _index(model: Model, name: str) -> int:
     if name.isdecimal() and int(name) < len(names):
         return int(name)
     raise UnknownNameError(
-        f"there is no step `{name}`", hint=suggest(name, names) or f"the steps are {', '.join(names)}"
+        f"the model has no step `{name}`", hint=suggest(name, names) or f"the steps are {', '.join(names)}"
     )
 
 
@@ -252,21 +251,20 @@ class _Round:
         if name not in self._inputs:
             if self._names.fresh(name) != name:
                 raise UnsupportedError(
-                    f"`{name}` is the name of a value, and what the input `{value.name}` would be called in a round",
-                    hint="rename the value: `onward rename`",
+                    f"`{name}`, the name of the input `{value.name}` in a round, is the name of another value",
+                    hint=f"rename the value: `onward rename MODEL {name}=NEW`",
                 )
             self._inputs[name] = ir.Value(name=name, type=value.type, shape=value.shape)
             self._algorithm.inputs.append(self._inputs[name])
         elif self._inputs[name].type != value.type:
             raise InvalidModelError(
-                f"`{value.name}` is an input of several steps, and not of one type", hint="rename it in one of them"
+                f"the input `{value.name}` has different types in several steps", hint="rename it in one of them"
             )
         return self._inputs[name]
 
     def _register(self, value: ir.Value) -> ir.Value:
         """Add an initializer of a single step to those of the round."""
-        tensor = value.const_value
-        assert tensor is not None
+        tensor = require_tensor(value)
         name = self._names.fresh(value.name or "")
         if name != value.name:
             tensor = with_metadata(tensor, dict(tensor.metadata_props))

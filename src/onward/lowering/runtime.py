@@ -53,7 +53,7 @@ def _at(version: int, model: Model) -> Model:
         return [node for node in model.graph.all_nodes() if lacks(node)]
 
     functions = [function for function in model.functions.values() if any(map(lacks, function.all_nodes()))]
-    if functions:  # what an operator stands for may depend on types, which functions do not have
+    if functions:  # the replacement of an operator may depend on types, which functions do not have
         model = inline(model, [f"{function.domain}.{function.name}" for function in functions])
     return convert_opset(replace_unknown(model, unknown, _refusal), version)
 
@@ -66,8 +66,7 @@ def _refusal(nodes: list[ir.Node]) -> UnsupportedError:
         since = defs.get_schema(node.op_type).since_version
         lines.append(f"- `{node.op_type}`{on} of operator set {since} (node `{node.name or node.outputs[0].name}`)")
     return UnsupportedError(
-        f"{limits.runtime} knows operator sets up to {limits.opset}, in which there is nothing for\n"
-        + "\n".join(lines),
+        f"{limits.runtime} loads operator sets up to {limits.opset}, which lack\n" + "\n".join(lines),
         hint='run the model on another engine: `engine="torch"` (`--engine torch`)',
     )
 
@@ -94,7 +93,7 @@ def _is_newer(node: ir.Node, opset: int, version: int) -> bool:
         if not is_standard(node) or defs.get_schema(node.op_type, opset).since_version <= version:
             return False
     except defs.SchemaError:
-        return False  # none of the standard
+        return False  # not of the standard
     try:
         schema = defs.get_schema(node.op_type, version)
     except defs.SchemaError:
@@ -104,7 +103,7 @@ def _is_newer(node: ir.Node, opset: int, version: int) -> bool:
 
 
 def _fit(actual: Sequence[ir.Value | None], formals: Sequence[defs.OpSchema.FormalParameter]) -> bool:
-    """True if a version of an operator takes the types of the values, as far as they are known."""
+    """True if a version of an operator takes the types of the values; unknown types fit."""
     return all(
         value is None
         or not isinstance(value.type, ir.TensorType)

@@ -1,7 +1,7 @@
 """Segments: a graph with AllReduces cut into models without, which run between the all-reduces.
 
 AllReduces that do not depend on each other happen at the same time, such as those of all gradients.
-In the same way, a graph that takes strings is cut where integers are made of them.
+In the same way, a graph with string inputs is cut behind the nodes that convert strings to integers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def cut_after_text(model: Model) -> tuple[Model, Model] | None:
         return None
     others = {value for value in graph.inputs if value not in texts}
     of_text = set(texts)
-    for node in graph:  # what depends on text and on constants, and is not yet what layers compute with
+    for node in graph:  # nodes that depend only on text and constants, and return no floats
         inputs = set(read_by(node))
         is_discrete = all(value.dtype is not None and not value.dtype.is_floating_point() for value in node.outputs)
         if inputs & others or not is_discrete:
@@ -69,11 +69,11 @@ def cut_after_text(model: Model) -> tuple[Model, Model] | None:
     for node in graph:
         if node not in first and not strings.isdisjoint(read_by(node)):
             raise UnsupportedError(
-                f"ONNX Runtime takes no text beside state in its own memory, and `{node.name}` needs both",
-                hint='take another engine: `engine="torch"` (`--engine torch`)',
+                f"`{node.name}` needs text and state, which ONNX Runtime cannot bind together",
+                hint='use another engine: `engine="torch"` (`--engine torch`)',
             )
     for i, value in enumerate(graph.outputs):
-        if value in of_text:  # the rest hands on what the model puts out
+        if value in of_text:  # outputs of the model are outputs of the rest
             identity = ir.node("Identity", [value])
             identity.outputs[0].type, identity.outputs[0].shape = value.type, value.shape
             value.name, identity.outputs[0].name = f"{value.name}/of_text", value.name
@@ -112,9 +112,9 @@ class _Cutter:
         """Give a segment a value from elsewhere: a copy of a constant, or an input."""
         producer = value.producer()
         if producer is not None and producer.op_type == "Constant":
-            twin = ir.Node("", "Constant", [], list(producer.attributes.values()), name=producer.name)
-            copy = twin.outputs[0]
-            graph.insert_before(graph[0], twin)
+            constant = ir.Node("", "Constant", [], list(producer.attributes.values()), name=producer.name)
+            copy = constant.outputs[0]
+            graph.insert_before(graph[0], constant)
         else:
             copy = ir.Value()
         copy.name, copy.type, copy.shape = value.name, value.type, value.shape

@@ -1,8 +1,8 @@
 """Replacement of operators by others: losses and optimizers of the standard, and operators that a
 runtime lacks.
 
-Losses have a function body in the standard; these do the same with half the nodes, and never
-transpose the scores.
+The standard defines losses by function bodies; these need half the nodes, and never transpose the
+scores.
 
 Optimizers (domain `ai.onnx.preview.training`) take `R` (learning rate), `T` (updates so far), then
 all parameters, all gradients, and all tensors of each state. They return all new parameters, then
@@ -37,13 +37,14 @@ from onward.rules.registry import lookup_body
 from onward.transform.context import Context
 from onward.transform.inline import has_body, inline_operators
 
-Lowering = Callable[[Builder, list[Expr | None], dict[str, Any], int], tuple[Expr, ...]]
+Inputs = list[Expr | None]
+Attributes = dict[str, Any]
+Results = tuple[Expr, ...]
+Lowering = Callable[[Builder, Inputs, Attributes, int], Results]
 """`(op, inputs, attributes, outputs) -> results`: omitted inputs are None, attributes have the schema's defaults."""
 
 
-def softmax_cross_entropy_loss(
-    op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
-) -> tuple[Expr, ...]:
+def softmax_cross_entropy_loss(op: Builder, inputs: Inputs, attributes: Attributes, outputs: int) -> Results:
     """Return the loss of softmax(`scores [N, C, d...]`) at `labels [N, d...]`, and log-softmax."""
     scores, labels, *weights = inputs
     log_prob = op.LogSoftmax(scores, axis=1)
@@ -51,9 +52,7 @@ def softmax_cross_entropy_loss(
     return (*loss, log_prob)[:outputs]
 
 
-def negative_log_likelihood_loss(
-    op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int
-) -> tuple[Expr, ...]:
+def negative_log_likelihood_loss(op: Builder, inputs: Inputs, attributes: Attributes, outputs: int) -> Results:
     """Return -weight[target] · input[n, target, d...]; the mean divides by the counted weights."""
     log_prob, labels, *rest = inputs
     weights = rest[0] if rest else None
@@ -85,20 +84,17 @@ LOSSES: dict[tuple[str, str], Lowering] = {
 }
 
 
-Attributes = dict[str, Any]
-
-
-def momentum(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: Expr) -> tuple[Expr, ...]:
+def momentum(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: Expr) -> Results:
     """G += norm·X;  V' = α·V + (T > 0 ? β : 1)·G;  X' = X − R·V', or by Nesterov X − R·(G + α·V')."""
     g = _regularize(a, x, g)
     new = g if a["beta"] == 1 else g * op.Where(t > 0, typed(a["beta"], g), 1.0)
     v = trace(v, new, a["alpha"])
     if a["mode"] not in ("standard", "nesterov"):
-        raise InvalidModelError(f"Momentum has no mode `{a['mode']}`", hint="it has `standard` and `nesterov`")
+        raise InvalidModelError(f"Momentum has no mode `{a['mode']}`", hint="modes: `standard`, `nesterov`")
     return descend(x, r, trace(v, g, a["alpha"]) if a["mode"] == "nesterov" else v), v
 
 
-def adagrad(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, h: Expr) -> tuple[Expr, ...]:
+def adagrad(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, h: Expr) -> Results:
     """G += norm·X;  H' = H + G²;  X' = X − R / (1 + T·decay) · G / (√H' + ε)."""
     g = _regularize(a, x, g)
     h = h + g * g
@@ -106,7 +102,7 @@ def adagrad(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, h: E
     return descend(x, rate, over_root(g, h, a["epsilon"])), h
 
 
-def adam(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: Expr, h: Expr) -> tuple[Expr, ...]:
+def adam(op: Builder, a: Attributes, r: Expr, t: Expr, x: Expr, g: Expr, v: Expr, h: Expr) -> Results:
     """G += norm·X;  V' = α·V + (1−α)·G;  H' = β·H + (1−β)·G²;  R' = T > 0 ? R·√(1−βᵀ) / (1−αᵀ) : R;
 
     X' = (1 − norm_post)·(X − R'·V' / (√H' + ε)).
@@ -122,21 +118,16 @@ def _regularize(a: Attributes, x: Expr, g: Expr) -> Expr:
     return coupled_decay(x, g, a["norm_coefficient"]) if a["norm_coefficient"] else g
 
 
-def _for_each_tensor(step: Callable[..., tuple[Expr, ...]], *, kinds: int) -> Lowering:
+def _for_each_tensor(step: Callable[..., Results], *, kinds: int) -> Lowering:
     """Return a lowering for operators whose inputs after R and T are `kinds` equal lists."""
 
-    def lower(op: Builder, inputs: list[Expr | None], attributes: Attributes, outputs: int) -> tuple[Expr, ...]:
+    def lower(op: Builder, inputs: Inputs, attributes: Attributes, outputs: int) -> Results:
         r, t, *tensors = inputs
         count = len(tensors) // kinds
         if r is None or t is None or None in tensors or not count or len(tensors) != count * kinds:
-            raise InvalidModelError(
-                f"an optimizer has {len(tensors)} inputs after R and T, which are not {kinds} for each parameter"
-            )
+            raise InvalidModelError(f"an optimizer has {len(tensors)} inputs after R and T, not {kinds} per parameter")
         rate = double(r)
-        lists = [tensors[i * count : (i + 1) * count] for i in range(kinds)]
-        results = [
-            step(op, attributes, rate, t, *tensors_of_parameter) for tensors_of_parameter in zip(*lists, strict=True)
-        ]
+        results = [step(op, attributes, rate, t, *tensors[i::count]) for i in range(count)]
         return tuple(result for column in zip(*results, strict=True) for result in column)[:outputs]
 
     return lower
@@ -184,7 +175,7 @@ def _replace(context: Context, graph: ir.Graph, node: ir.Node, lowering: Lowerin
     graph.remove(node, safe=True)
 
 
-# ---- operators that someone lacks, by others -------------------------------------------------------------------------
+# ---- operators that a runtime lacks ----------------------------------------------------------------------------------
 
 
 def replace_unknown(
@@ -228,7 +219,7 @@ def _by_functions(model: Model, unknown: list[ir.Node]) -> Model | None:
         return None
     result = inline_operators(model, calls)
     remaining = {(node.domain, node.op_type) for node in result.graph.all_nodes()}
-    return None if calls <= remaining else result  # some bodies are for newer versions of the standard than the model's
+    return None if calls <= remaining else result  # some bodies need a newer operator set than the model's
 
 
 # ---- BatchNormalization in forms that all engines compute ------------------------------------------------------------
@@ -253,7 +244,7 @@ def _has_one_axis(node: ir.Node) -> bool:
     return x is not None and x.shape is not None and len(x.shape) == 1
 
 
-def _add_channel(op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int) -> tuple[Expr, ...]:
+def _add_channel(op: Builder, inputs: Inputs, attributes: Attributes, outputs: int) -> Results:
     x, *others = inputs
     normalized = op.BatchNormalization(op.Unsqueeze(x, [1]), *others, outputs=outputs, **attributes)
     y, *statistics = (normalized,) if outputs == 1 else normalized
@@ -282,17 +273,17 @@ def _may_be_overwritten(value: ir.Value | None) -> bool:
     return producer is not None and producer.op_type != "Constant" and value is not None and len(value.uses()) == 1
 
 
-def _write_out(op: Builder, inputs: list[Expr | None], attributes: dict[str, Any], outputs: int) -> tuple[Expr, ...]:
+def _write_out(op: Builder, inputs: Inputs, attributes: Attributes, outputs: int) -> Results:
     x, scale, bias, old_mean, old_variance = (value for value in inputs if value is not None)
     wide = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     x3, *vectors = (
         op.Cast(value, to=wide.value) for value in (op.Reshape(x, [0, 0, -1]), scale, bias, old_mean, old_variance)
     )
     mean = op.ReduceMean(x3, [0, 2], keepdims=1)
-    centred = x3 - mean
-    variance = op.ReduceMean(centred * centred, [0, 2], keepdims=1)
+    centered = x3 - mean
+    variance = op.ReduceMean(centered * centered, [0, 2], keepdims=1)
     factor, offset = (op.Unsqueeze(vector, [1]) for vector in vectors[:2])
-    y = centred / op.Sqrt(variance + attributes["epsilon"]) * factor + offset
+    y = centered / op.Sqrt(variance + attributes["epsilon"]) * factor + offset
     share = attributes["momentum"]
     running = (
         op.CastLike(old * share + op.Squeeze(new, [0, 2]) * (1 - share), like)

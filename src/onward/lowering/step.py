@@ -24,7 +24,7 @@ from onward.lowering.standard_operators import OPTIMIZERS, add_channel_axes, exp
 from onward.lowering.step_graph import StepGraph
 from onward.model import TRAINING_DOMAIN, Model, Source, Step, load
 from onward.model.checks import check_signatures
-from onward.model.core import as_input, link_gradients, tensor_of, unlink_gradients, values
+from onward.model.core import as_input, link_gradients, require_tensor, tensor_of, unlink_gradients, values
 from onward.model.state import carried_state, states
 from onward.model.walk import nodes_of
 from onward.rules import RULES
@@ -87,20 +87,20 @@ class Lowering:
         """Return a part, in the operator set of the model. For the parts see `onward.lower`."""
         part = part or default_part(self.model)
         if part == "inference":
-            one, types = OneStep(self._plain_model(), 0), _Types()
+            one_step, types = OneStep(self._plain_model(), 0), _Types()
         else:
             if part == "apply" and sum(runs_per_step(self.model, self._steps).values()) > 1:
                 raise UnsupportedError(
-                    "in a round of several steps, gradients come from what earlier ones have made of the state",
-                    hint="lower the whole round, or one step of it by name",
+                    "the part `apply` works with one step: in a round, later gradients depend on earlier updates",
+                    hint='lower the whole round, `part="step"`, or name one step: `steps="NAME"`',
                 )
-            one, types = self._one_step(together=part not in ("evaluation", "gradients", "forward"))
-        model, contract = _OF_ENGINES[part](_Origin(one.model, one.index, self._options, types))
+            one_step, types = self._one_step(together=part not in ("evaluation", "gradients", "forward"))
+        model, contract = _OF_ENGINES[part](_Origin(one_step.model, one_step.index, self._options, types))
         for node in model.graph.all_nodes():
             node.device_configurations = ()  # a step runs on one device
-        loss = one.loss if one.loss in contract.metrics else contract.loss
+        loss = one_step.loss if one_step.loss in contract.metrics else contract.loss
         contract = dataclasses.replace(contract, part=part, loss=loss)
-        if part != "inference" and loss in contract.metrics and _minimizes_output(one.model.step(one.index)):
+        if part != "inference" and loss in contract.metrics and _minimizes_output(one_step.model.step(one_step.index)):
             contract = _rename_loss(model, contract)
         model.ir.ir_version = max(IR_VERSION, model.ir.ir_version or 0) if part == "inference" else IR_VERSION
         contract.write_to(model)
@@ -116,11 +116,11 @@ class Lowering:
 
     def _one_step(self, together: bool) -> tuple[OneStep, _Types]:
         if together not in self._rounds:
-            one = as_one_step(self._trainable(), self._steps, together=together)
+            one_step = as_one_step(self._trainable(), self._steps, together=together)
             types: _Types = {}
-            if (not together) in self._rounds and self._rounds[not together][0].model is one.model:
+            if (not together) in self._rounds and self._rounds[not together][0].model is one_step.model:
                 types = self._rounds[not together][1]  # a single step is the same in both cases
-            self._rounds[together] = one, types
+            self._rounds[together] = one_step, types
         return self._rounds[together]
 
 
@@ -133,7 +133,7 @@ def lower_for_engine(
     """Return a part, in the operator set of the model, for any engine."""
     if part is not None and part not in _OF_ENGINES:
         parts = (*PARTS, RUN)
-        raise UnknownNameError(f"there is no part `{part}`", hint=suggest(part, parts) or f"parts: {', '.join(parts)}")
+        raise UnknownNameError(f"unknown part `{part}`", hint=suggest(part, parts) or f"parts: {', '.join(parts)}")
     return Lowering(source, step, options).part(part)
 
 
@@ -171,7 +171,7 @@ def _step(origin: _Origin) -> _Part:
     inputs = model.graph.inputs
     names = {value.name for value in inputs}
     unread = [state.name for state in states(origin.model, origin.number) if state.name not in names]
-    for value in (step_graph.state[name] for name in unread):  # a loop passes all state, even if it is only written
+    for value in (step_graph.state[name] for name in unread):  # a loop passes all state, also state that is not read
         inputs.append(ir.Value(name=value.name, type=value.type, shape=value.shape))
     return model, dataclasses.replace(contract, state=[*contract.state, *unread])
 
@@ -218,8 +218,8 @@ def _apply(origin: _Origin) -> _Part:
     model, contract = _plain(origin, step_graph, bindings, metrics)
     if other_inputs := [name for name in contract.batch if name not in parameters]:
         raise UnsupportedError(
-            f"the update reads `{other_inputs[0]}`, not gradients and state alone",
-            hint="run the whole step: part `step`",
+            f"the update reads `{other_inputs[0]}`, which is neither a gradient nor state",
+            hint='lower the whole step: `part="step"` (`--part step`)',
         )
     return model, dataclasses.replace(contract, batch=[], gradients={name: parameters[name] for name in contract.batch})
 
@@ -227,7 +227,9 @@ def _apply(origin: _Origin) -> _Part:
 def _initialization(origin: _Origin) -> _Part:
     model, step = origin.model, origin.model.step(origin.number)
     if step.initialization is None:
-        raise UnsupportedError("the step has no initialization", hint="take the state of the file: part `state`")
+        raise UnsupportedError(
+            "the step has no initialization", hint='use the state in the file: `part="state"` (`--part state`)'
+        )
     graph = step.initialization.clone()
     graph.opset_imports.update(model.ir.opset_imports)
     functions = [function.clone() for function in model.functions.values()]
@@ -235,13 +237,13 @@ def _initialization(origin: _Origin) -> _Part:
     inline_calls(model_)
     names = Names([*step.reset, *(name for value in values(graph) if (name := value.name))])
     by_name = {value.name: value for value in values(graph)}
-    for value in by_name.values():  # an output bears the name of its state, which may be in use
+    for value in by_name.values():  # outputs get the names of their state, which may be in use
         value.name = names.fresh(f"{value.name}/within")
     op = Builder(graph, opset=model_.opset, names=names)
     graph.outputs.clear()
     for state, output in step.reset.items():
         if output not in by_name:
-            raise InvalidModelError(f"the initialization has no `{output}` to start `{state}` from")
+            raise InvalidModelError(f"the initialization has no value `{output}` for `{state}`")
         value = by_name[output]
         if value.producer() is None or value.is_graph_output():
             value = op.Identity(value).like(value).value
@@ -256,9 +258,7 @@ def _state(origin: _Origin) -> _Part:
     graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="state")
     op = Builder(graph, opset=opset, names=Names(state.name for state in stored))
     for state in stored:
-        tensor = state.value.const_value
-        assert tensor is not None
-        constant = add_initializer(graph, op.names.fresh(f"{state.name}/stored"), tensor)
+        constant = add_initializer(graph, op.names.fresh(f"{state.name}/stored"), require_tensor(state.value))
         value = op.Identity(constant).like(constant).value
         value.name = state.name
         graph.outputs.append(value)
@@ -285,8 +285,8 @@ def _inference(origin: _Origin) -> _Part:
         }
         if remaining:
             raise UnsupportedError(
-                f"there is no way to write {', '.join(sorted(remaining))} in plain operators",
-                hint="of this domain the standard has Gradient, Adagrad, Adam and Momentum",
+                f"no plain operators can replace {', '.join(sorted(remaining))}",
+                hint="the standard has Gradient, Adagrad, Adam and Momentum in this domain",
             )
         drop_unused_definitions(model)
     elif model.functions:
@@ -402,9 +402,7 @@ def _plain(
         plain = [f"{domain}.{name}" for domain, name, _ in model.functions if (domain, name) not in RULES]
         inline_calls(model, plain, context.names)
         _drop_unused_inputs(model.graph)
-    model.graph.inputs[:] = sorted(
-        model.graph.inputs, key=lambda value: value.name in step_graph.state
-    )  # the state last
+    model.graph.inputs[:] = sorted(model.graph.inputs, key=lambda value: value.name in step_graph.state)  # state last
     inputs = [value.name or "" for value in model.graph.inputs]
     return model, Contract(
         batch=[name for name in inputs if name not in step_graph.state],
@@ -441,8 +439,8 @@ def _finish(context: Context) -> None:
     foreign = {f"`{node.domain}.{node.op_type}`" for node in _foreign_nodes(graph)}
     if foreign:
         raise UnsupportedError(
-            f"the step has operators that are not of the standard: {', '.join(sorted(foreign))}",
-            hint="a runtime needs them too; export the model without them",
+            f"the step has operators that are not standard: {', '.join(sorted(foreign))}",
+            hint="export the model without them",
         )
 
 

@@ -14,6 +14,8 @@ from onward.model.state import State
 from onward.model.walk import ancestors, descendants
 from onward.transform.context import Context
 
+_HINT = "`onward check MODEL` lists all faults"
+
 
 class StepGraph:
     """Combined graph of a step, with the state as inputs; Gradients read the values that they name."""
@@ -41,9 +43,7 @@ class StepGraph:
             self.value(name)
         for name in self.bindings:
             if name not in self.state:
-                raise InvalidModelError(
-                    f"the training updates `{name}`, which is no initializer", hint="`onward check` says more"
-                )
+                raise InvalidModelError(f"the training updates `{name}`, which is not an initializer", hint=_HINT)
         self._copy_shared_outputs()
         self._added: str | None = None
         if self.last_gradients() and self.loss(self.metrics) is None:
@@ -76,9 +76,7 @@ class StepGraph:
 
     def value(self, name: str) -> ir.Value:
         if name not in self.known:
-            raise InvalidModelError(
-                f"the training names `{name}`, which does not exist", hint="`onward check` says more"
-            )
+            raise InvalidModelError(f"the training names `{name}`, which does not exist", hint=_HINT)
         return self.known[name]
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -104,7 +102,7 @@ class StepGraph:
         added = self._added if self._added in metrics else None
         return next((candidates[value] for value in reversed(values(self.graph)) if value in candidates), added)
 
-    # ---- which results belong where ----------------------------------------------------------------------------------
+    # ---- results of each part ----------------------------------------------------------------------------------------
 
     def of_forward(self) -> tuple[dict[str, str], list[str]]:
         """Return the bindings and metrics of the forward pass, which depend on the batch and on no
@@ -145,7 +143,7 @@ class StepGraph:
     # ---- inference ---------------------------------------------------------------------------------------------------
 
     def switch_to_inference(self) -> None:
-        """Replace values that training computes in its own way by those of inference."""
+        """Replace values of the forward pass in training mode by those of inference."""
         pairs = self._step.fact("train.forward")
         op = self.context.builder()
         self.graph.outputs.clear()  # others are set later

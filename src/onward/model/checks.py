@@ -28,15 +28,11 @@ def callees_first(functions: Mapping[ir.OperatorIdentifier, ir.Function]) -> lis
     except CycleError as error:
         circle = [f"`{domain}.{name}`" for domain, name, _ in reversed(error.args[1])]
         names = " -> ".join(circle if len(circle) < _MOST else [*circle[:_MOST], "..."])
-        raise InvalidModelError(
-            f"a function calls itself: {names}", hint="a model has no recursion: repeat what is done in a Loop"
-        ) from None
-
-
-# ---- how large a model becomes without functions ---------------------------------------------------------------------
+        raise InvalidModelError(f"a function calls itself: {names}", hint="replace the recursion by a Loop") from None
 
 
 LIMIT = 10_000_000
+"""Maximum number of nodes after all functions are expanded: a few calls within calls make billions."""
 
 
 def check_expansion(model: Model) -> None:
@@ -48,7 +44,7 @@ def check_expansion(model: Model) -> None:
         if sizes[identifier] > LIMIT:
             raise UnsupportedError(
                 f"the function `{identifier[0]}.{identifier[1]}` expands to {sizes[identifier]:.2g} nodes",
-                hint="its calls within calls multiply; the file is damaged, or was made to exhaust who opens it",
+                hint="nested calls multiply: use the model only if you trust its source",
             )
 
 
@@ -56,6 +52,7 @@ def check_expansion(model: Model) -> None:
 
 
 _MAX_RANK = 256
+"""Maximum number of dimensions: hostile files claim millions, which take hours to multiply."""
 _FIELDS: dict[int, str] = {
     onnx.TensorProto.FLOAT: "float_data",
     onnx.TensorProto.COMPLEX64: "float_data",
@@ -80,7 +77,7 @@ def check_tensors(proto: ModelProto) -> None:
         if len(tensor.dims) > _MAX_RANK:
             raise InvalidModelError(f"tensor `{tensor.name}` has {len(tensor.dims)} dimensions")
         if tensor.HasField("raw_data") and (problem := _misfit(tensor)):
-            raise InvalidModelError(f"tensor `{tensor.name}` {problem}", hint="the file is damaged, or wrongly written")
+            raise InvalidModelError(f"tensor `{tensor.name}` {problem}", hint="export it again: the file is damaged")
         for field in DATA_FIELDS[:-1]:
             if len(getattr(tensor, field)) and field_of(tensor.data_type) != field:
                 dtype = onnx.TensorProto.DataType.Name(tensor.data_type).lower()
@@ -98,13 +95,11 @@ def _misfit(tensor: onnx.TensorProto) -> str | None:
 
 # ---- signatures ------------------------------------------------------------------------------------------------------
 
-# Nodes as their operators want them.
-#
-# A model is read even if nodes have too few inputs or attributes of a wrong type, so that it can be
-# looked at. Whatever rewrites graphs takes for granted that they have not.
+# `load` reads a model even if nodes have too few inputs or attributes of a wrong type, so that it can be inspected.
+# Code that rewrites graphs relies on this check.
 
 _VERSIONS = 2**31
-_MORE = "`onward check` says all that is wrong"
+_MORE = "`onward check MODEL` lists all faults"
 
 
 class _Signature(NamedTuple):
@@ -123,21 +118,19 @@ def check_signatures(model: Model) -> Model:
     for container in (*containers, *model.functions.values()):
         imports = {**model.graph.opset_imports, **container.opset_imports}
         if unknown := [version for version in imports.values() if not 0 < version < _VERSIONS]:
-            raise InvalidModelError(f"there is no operator set {unknown[0]}", hint=_MORE)
+            raise InvalidModelError(f"operator set {unknown[0]} does not exist", hint=_MORE)
         for node in container.all_nodes():
             signature = _signature(node.op_type, node.domain, imports.get(node.domain, 1))
             if signature is not None and (problem := _problem(node, signature)):
-                raise InvalidModelError(
-                    f"the node `{node.name or node.outputs[0].name}` ({node.op_type}) {problem}",
-                    hint=_MORE,
-                )
+                name = node.name or node.outputs[0].name
+                raise InvalidModelError(f"the node `{name}` ({node.op_type}) {problem}", hint=_MORE)
     return model
 
 
 @functools.cache
 def _signature(operator: str, domain: str, version: int) -> _Signature | None:
     if not all(isinstance(name, str) and name.isascii() for name in (operator, domain)):
-        return None  # nothing of the standard, nor a question that it could answer
+        return None  # the standard has no such names, and `get_schema` fails on them
     try:
         schema = defs.get_schema(operator, version, schema_domain(domain))
     except defs.SchemaError:

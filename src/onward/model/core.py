@@ -102,8 +102,8 @@ class Model:
     def step(self, index: int = 0) -> Step:
         if not -len(self.steps) <= index < len(self.steps):
             raise UnknownNameError(
-                f"there is no step {index}: the model has {len(self.steps)}",
-                hint=f"they are counted from 0 to {len(self.steps) - 1}"
+                f"the model has no step {index} (steps: {len(self.steps)})",
+                hint=f"count steps from 0 to {len(self.steps) - 1}"
                 if self.steps
                 else "make it a training model with `onward prepare` or `onward.prepare`",
             )
@@ -112,14 +112,13 @@ class Model:
     def combined(self, index: int = 0, *, share_functions: bool = False) -> ir.Model:
         """Return the combined graph of step `index` as a separate model that shares the tensors.
 
-        With `share_functions` functions are, too: to change one, replace it by a copy first.
+        With `share_functions` it shares the functions, too: to change one, replace it by a copy first.
         """
         step = self.step(index)
         graph, algorithm = self.graph, step.algorithm
         by_name = {value.name: value for value in (*values(graph), *values(algorithm))}
-        outputs = [
-            by_name.get(value.name, value) for value in (*graph.outputs, *algorithm.outputs)
-        ]  # maybe of inference
+        # An output of an algorithm may name a value of the inference graph.
+        outputs = [by_name.get(value.name, value) for value in (*graph.outputs, *algorithm.outputs)]
         view = ir.GraphView(
             [*graph.inputs, *algorithm.inputs],
             list(dict.fromkeys(outputs)),
@@ -145,26 +144,23 @@ class Model:
             if name in initializers:
                 return initializers[name]
         hint = suggest_or_list(name, list(itertools.chain.from_iterable(tables)))
-        raise UnknownNameError(f"there is no initializer `{name}`", hint=hint)
+        raise UnknownNameError(f"the model has no initializer `{name}`", hint=hint)
 
     def array(self, name: str, step: int = 0) -> np.ndarray:
         """Return the array of an initializer."""
-        tensor = self.initializer(name, step).const_value
-        assert tensor is not None
-        return tensor.numpy()
+        return require_tensor(self.initializer(name, step)).numpy()
 
     @checked()
     def set(self, name: str, array: Any, step: int = 0) -> None:
         """Set an initializer, such as a weight, to a value of the same type and shape."""
         value = self.initializer(name, step)
-        old = value.const_value
-        assert old is not None
-        new = np.asarray(array)
+        old, new = require_tensor(value), np.asarray(array)
         if tuple(new.shape) != tuple(old.shape):
             raise InvalidModelError(
-                f"`{name}` has shape {list(old.shape)}, not {list(new.shape)}", hint="give as many numbers as it has"
+                f"`{name}` has shape {list(old.shape)}, not {list(new.shape)}",
+                hint=f"pass an array of shape {list(old.shape)}",
             )
-        tensor = ir.Tensor(_held(name, new, old.dtype), dtype=old.dtype, name=name, doc_string=old.doc_string)
+        tensor = ir.Tensor(_convert(name, new, old.dtype), dtype=old.dtype, name=name, doc_string=old.doc_string)
         tensor.metadata_props.update(old.metadata_props)
         value.const_value = tensor
 
@@ -187,8 +183,7 @@ class Model:
         if not steps or not self.steps:
             return Model(inference, path=self.path)
         moved = dict(zip(values(self.graph), values(graph), strict=True))
-        copies = [dataclasses.replace(step, **_copied_graphs(step, moved)) for step in self.steps]
-        return Model(inference, copies, self.path)
+        return Model(inference, [_copy_step(step, moved) for step in self.steps], self.path)
 
     def names(self) -> Names:
         """Return the names of all values and nodes, to generate fresh ones."""
@@ -209,10 +204,10 @@ class Model:
     ) -> Path:
         """Write the model, all or nothing: a crash or a full disk leaves the old file.
 
-        `data` is the place of tensors: "none" (in the file), "data" (in a `.data` file beside it),
-        "safetensors" (in a `.safetensors` file beside it) or "auto" (as before; beside the file if
-        they are too large). With "auto", tensors in files in the folder of `path` or below stay
-        there, and others are copied. "overlay" refuses to copy.
+        `data` says where tensors go: "none" (into the model file), "data" (into a `.data` file beside
+        it), "safetensors" (into a `.safetensors` file beside it) or "auto" (as before; beside the
+        file if they are too large). With "auto", tensors in files in the folder of `path` or below
+        stay there, and others are copied. "overlay" is "auto" without copies: it raises instead.
         """
         from onward.model.serde import save
 
@@ -223,21 +218,18 @@ class Model:
         return f"<onward.Model {name}: {len(self.graph)} nodes, {len(self.steps)} training step(s)>"
 
 
-def _held(name: str, array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+def _convert(name: str, array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     """Convert an array to the type of a tensor. Rounds only to floats; raises on overflow."""
     if array.dtype == dtype.numpy():
         return array
     name_of_type = dtype.name.lower()
     if array.dtype.kind in "OSUmM" or (array.dtype.kind == "b") != (dtype == ir.DataType.BOOL):
-        raise InvalidModelError(
-            f"`{name}` is {name_of_type}, and what it was given is {array.dtype}", hint=f"give it as {name_of_type}"
-        )
+        raise InvalidModelError(f"`{name}` is {name_of_type}, not {array.dtype}", hint=f"pass {name_of_type} values")
     with np.errstate(all="ignore"):
         converted = array.astype(dtype.numpy())
     if dtype.is_integer() and not (converted == array).all():
-        raise InvalidModelError(
-            f"`{name}` is {name_of_type}, which cannot hold {array}", hint="give whole numbers that fit"
-        )
+        message = f"`{name}` is {name_of_type}, which cannot hold {array}"
+        raise InvalidModelError(message, hint=f"pass integers in the range of {name_of_type}")
     return converted
 
 
@@ -268,11 +260,16 @@ def values(graph: ir.Graph) -> list[ir.Value]:
     return list(dict.fromkeys(candidates))
 
 
+def require_tensor(value: ir.Value) -> ir.TensorProtocol:
+    """Return the tensor of an initializer."""
+    assert value.const_value is not None, value.name
+    return value.const_value
+
+
 def as_input(graph: ir.Graph, name: str) -> ir.TensorProtocol:
     """Convert an initializer to an input; return its tensor."""
     value = graph.initializers.pop(name)
-    tensor = value.const_value
-    assert tensor is not None
+    tensor = require_tensor(value)
     value.type, value.shape = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape.numpy())
     value.const_value = None
     if not value.is_graph_input():
@@ -290,11 +287,11 @@ def _clone(graph: Any, **options: Any) -> Any:
     try:
         return graph.clone(**options)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise InvalidModelError(_misread(graph), hint="`onward check` says all that is wrong") from error
+        raise InvalidModelError(_unreadable(graph), hint="`onward check MODEL` lists all faults") from error
 
 
-def _misread(graph: Any) -> str:
-    """Return the values that a graph reads and that it cannot see."""
+def _unreadable(graph: Any) -> str:
+    """Return a message that names the value which a graph reads and cannot see."""
     ready = {*graph.inputs, *(getattr(graph, "initializers", None) or {}).values()}
     for node in graph:
         for value in node.inputs:
@@ -322,19 +319,15 @@ def _copied_algorithm(algorithm: ir.Graph) -> ir.Graph:
     return copy
 
 
-def _copied_graphs(step: Step, moved: dict[ir.Value, ir.Value]) -> dict[str, Any]:
+def _copy_step(step: Step, moved: dict[ir.Value, ir.Value]) -> Step:
+    """Copy a step for a copy of the inference graph, whose values `moved` has for the old ones."""
     algorithm = _copied_algorithm(step.algorithm)
     for node in algorithm.all_nodes():
         for i, value in enumerate(node.inputs):
             if value in moved:
                 node.replace_input_with(i, moved[value])
     initialization = _clone(step.initialization) if step.initialization is not None else None
-    return {
-        "algorithm": algorithm,
-        "initialization": initialization,
-        "update": dict(step.update),
-        "reset": dict(step.reset),
-    }
+    return Step(algorithm, initialization, dict(step.update), dict(step.reset), step.rest)
 
 
 def tensor_of(value: ir.Value) -> ir.Value:
@@ -346,14 +339,12 @@ def tensor_of(value: ir.Value) -> ir.Value:
 
 # ---- names in Gradient nodes -----------------------------------------------------------------------------------------
 
-# What Gradients name. The names mean what they would mean to any node in that place: in a function
-# its own values, in a nested graph also those of the graphs around it.
-#
-# Names are text, which does not follow a value that is renamed or put into another graph. While
-# graphs are rewritten a Gradient may be tied to the values: they are further inputs then, which are
-# copied and replaced like others.
+# A Gradient names values in attributes. In a function these are its own values, in a nested graph also those of
+# the graphs around it. Text does not follow a value that is renamed or moved. So while graphs are rewritten,
+# `link_gradients` makes the named values inputs of the Gradient, which are copied and replaced like others.
 
-_TIED = "onward.tied"
+_LINKED = "onward.linked"
+"""Attribute of a linked Gradient: the index of the first named value among its inputs."""
 
 
 def gradients_in(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> Iterator[tuple[ir.Node, tuple[ir.Graph, ...]]]:
@@ -380,9 +371,9 @@ def link_gradients(graph: ir.Graph, around: Sequence[ir.Graph] = ()) -> None:
     """Append the values that Gradients name to their inputs; unknown names stay attributes only."""
     for node, scope in list(gradients_in(graph, around)):
         by_name = visible(scope)
-        if _TIED not in node.attributes and all(name in by_name for name in names_of(node)):
+        if _LINKED not in node.attributes and all(name in by_name for name in names_of(node)):
             start = append_inputs(node, [by_name[name] for name in names_of(node)])
-            node.attributes[_TIED] = ir.AttrInt64(_TIED, start)
+            node.attributes[_LINKED] = ir.AttrInt64(_LINKED, start)
 
 
 def link_function_gradients(function: ir.Function) -> None:
@@ -411,13 +402,11 @@ def append_inputs(node: ir.Node, more: Sequence[ir.Value]) -> int:
 def unlink_gradients(graph: ir.Graph) -> None:
     """Write the names of the values behind Gradients back to their attributes."""
     for node in graph.all_nodes():
-        if _TIED in node.attributes:
-            start = node.attributes.pop(_TIED).as_int()
-            name = {
-                old: value.name or "" for old, value in zip(names_of(node), node.inputs[start:], strict=True) if value
-            }
+        if _LINKED in node.attributes:
+            start = node.attributes.pop(_LINKED).as_int()
+            linked = zip(names_of(node), node.inputs[start:], strict=True)
+            _rename(node, {name: value.name or "" for name, value in linked if value})
             node.resize_inputs(start)
-            _rename(node, name)
 
 
 def rename_in_gradients(graph: ir.Graph, names: Mapping[str, str]) -> None:

@@ -25,6 +25,7 @@ from onnx import (
 
 from onward.build import Names
 from onward.errors import InvalidModelError, UnsupportedError
+from onward.model.core import TRAINING_DOMAIN
 from onward.model.protos import all_nodes, bodies, definitions, names_within, replace_entries
 from onward.model.storage import walk_tensors
 from onward.standard import FUNCTIONS_IR, TRAINING_IR
@@ -41,11 +42,8 @@ def convert(proto: ModelProto) -> list[str]:
 
 # ---- drafts of 2019 and 2020 -----------------------------------------------------------------------------------------
 
-# The drafts of 2019 and early 2020, which kept `training_info` in field 21 of the model and
-# functions in field 9.
-#
-# No release of onnx has them, so that it sees unknown fields. What is in field 21 tells the drafts
-# apart:
+# The drafts of 2019 and early 2020 kept `training_info` in field 21 of the model and functions in field 9. To all
+# releases of onnx, these are unknown fields. The content of field 21 tells the drafts apart:
 #
 # - May 2019: a loss node, an optimizer node, and names for the gradients between them;
 # - July 2019: a function, whose bindings lead from its outputs to initializers;
@@ -86,16 +84,16 @@ def convert_drafts(proto: ModelProto) -> list[str]:
 
 def _entry(fields: _Fields, graph: GraphProto) -> tuple[str, TrainingInfoProto]:
     if fields.keys() & {5, 6}:
-        draft, info, pairs = _MAY, *_of_nodes(fields)
+        draft, info, pairs = _MAY, _of_nodes(fields), [(new, old) for old, new in _pairs(fields, 7)]
     elif 7 in fields:
-        draft, info, pairs = _JULY, *_of_function(fields)
+        draft, info, pairs = _JULY, _of_function(fields), _pairs(fields, 7)
     else:
-        draft, info, pairs = _JANUARY, *_of_graphs(fields)
+        draft, info, pairs = _JANUARY, _of_graphs(fields), _pairs(fields, 3) + _pairs(fields, 4)
     _bind(info, graph, pairs, draft)
     return draft, info
 
 
-def _of_nodes(fields: _Fields) -> tuple[TrainingInfoProto, list[tuple[str, str]]]:
+def _of_nodes(fields: _Fields) -> TrainingInfoProto:
     info = TrainingInfoProto(algorithm=_interface(fields, "algorithm"))
     loss, optimizer = _one(NodeProto, fields, 4), _one(NodeProto, fields, 6)
     gradients = _pairs(fields, 5)
@@ -105,14 +103,14 @@ def _of_nodes(fields: _Fields) -> tuple[TrainingInfoProto, list[tuple[str, str]]
     gradient = helper.make_node("Gradient", xs, results, xs=xs, y=loss.output[0])
     group_inputs(optimizer, set(results))
     info.algorithm.node.extend([loss, gradient, optimizer])
-    return info, [(new, old) for old, new in _pairs(fields, 7)]
+    return info
 
 
-def _of_function(fields: _Fields) -> tuple[TrainingInfoProto, list[tuple[str, str]]]:
+def _of_function(fields: _Fields) -> TrainingInfoProto:
     function = _one(FunctionProto, fields, 4)
     info = TrainingInfoProto(algorithm=_interface(fields, function.name or "algorithm"))
     info.algorithm.node.extend(function.node)
-    return info, _pairs(fields, 7)
+    return info
 
 
 def _interface(fields: _Fields, name: str) -> GraphProto:
@@ -124,11 +122,11 @@ def _interface(fields: _Fields, name: str) -> GraphProto:
     )
 
 
-def _of_graphs(fields: _Fields) -> tuple[TrainingInfoProto, list[tuple[str, str]]]:
+def _of_graphs(fields: _Fields) -> TrainingInfoProto:
     info = TrainingInfoProto(algorithm=_one(GraphProto, fields, 2))
     if 1 in fields:
         info.initialization.CopyFrom(_one(GraphProto, fields, 1))
-    return info, _pairs(fields, 3) + _pairs(fields, 4)
+    return info
 
 
 def _bind(info: TrainingInfoProto, graph: GraphProto, pairs: list[tuple[str, str]], draft: str) -> None:
@@ -140,11 +138,8 @@ def _bind(info: TrainingInfoProto, graph: GraphProto, pairs: list[tuple[str, str
     computed = {name for node in info.algorithm.node for name in node.output}
     initial = {value.name for value in info.initialization.output}
     for pair in pairs:
-        matches = [
-            (key, value)
-            for value, key in (pair, pair[::-1])
-            if key in state and (value in computed or value in initial)
-        ]
+        ordered = (pair, pair[::-1])
+        matches = [(key, value) for value, key in ordered if key in state and value in computed | initial]
         if len(matches) != 1:
             raise _unclear(f"{draft} binds `{pair[0]}` and `{pair[1]}`: one is to be an initializer, one an output")
         key, value = matches[0]
@@ -234,11 +229,10 @@ def _unclear(what: str) -> UnsupportedError:
 # ---- operators of drafts ---------------------------------------------------------------------------------------------
 
 
-_TRAINING_DOMAIN = "ai.onnx.preview.training"
 _OPTIMIZERS = ("Adagrad", "Adam", "Momentum")
 _LOSSES = ("MSE", "MeanSquaredError")
 _LOCAL = "local"
-"""The domain of functions, which had no domain."""
+"""The domain for functions of the drafts, which had none."""
 _REDUCTIONS = {"mean": "ReduceMean", "sum": "ReduceSum"}
 
 
@@ -250,12 +244,12 @@ def convert_operators(proto: ModelProto, functions: Collection[str]) -> list[str
     for holder in holders:
         _convert_nodes(holder, functions, names, notes)
     imports = {entry.domain: entry.version for entry in proto.opset_import if entry.domain != "ai.onnx.training"}
-    imports |= {_TRAINING_DOMAIN: 1, **({_LOCAL: 1} if functions else {})}
+    imports |= {TRAINING_DOMAIN: 1, **({_LOCAL: 1} if functions else {})}
     replace_entries(proto.opset_import, (helper.make_opsetid(*entry) for entry in imports.items()))
     for function in proto.functions:
         if function.name in functions:
             function.domain = _LOCAL
-            function.DiscardUnknownFields()  # since when it was in the standard, and whether for good
+            function.DiscardUnknownFields()  # `since_version` and `status` of the drafts
             function.opset_import.extend(proto.opset_import)
     proto.ir_version = max(proto.ir_version, FUNCTIONS_IR if functions else TRAINING_IR)
     return list(notes)
@@ -274,10 +268,10 @@ def _convert_nodes(
         if node.op_type in functions:
             node.domain = _LOCAL
         elif node.op_type == "Graph":  # its name is the graph's; later drafts said it in an attribute
-            node.op_type, node.domain = OPERATOR, _TRAINING_DOMAIN
+            node.op_type, node.domain = OPERATOR, TRAINING_DOMAIN
             node.attribute.append(helper.make_attribute("graph_name", node.name))
         elif node.op_type in (*_OPTIMIZERS, "Gradient", OPERATOR):
-            node.domain = _TRAINING_DOMAIN
+            node.domain = TRAINING_DOMAIN
             if node.op_type == "Gradient":
                 _complete(node)
         elif node.op_type in _LOSSES:
@@ -295,11 +289,8 @@ def _complete(gradient: NodeProto) -> None:
     if len(inputs) <= len(xs) or strings(gradient, "zs"):
         return
     if not set(xs) <= set(inputs):
-        raise UnsupportedError(
-            f"a Gradient of a draft of 2019 has {len(inputs)} inputs for {len(xs)} names in `xs`: "
-            "it is unclear which stands for which",
-            hint="make the model again from its inference graph with `onward prepare`",
-        )
+        message = f"a Gradient of a draft of 2019 has {len(inputs)} inputs for {len(xs)} names in `xs`"
+        raise UnsupportedError(f"{message}: it is unclear which stands for which", hint=_HINT)
     zs = [name for name in inputs if name not in xs]
     gradient.input[:] = [*xs, *zs]
     gradient.attribute.append(helper.make_attribute("zs", zs))
@@ -341,39 +332,33 @@ def group_inputs(optimizer: NodeProto, gradients: Collection[str]) -> None:
 
 # ---- GraphCall of onnx 1.7 -------------------------------------------------------------------------------------------
 
-# `GraphCall` of onnx 1.7, which had no combined graph: an algorithm called the inference graph,
-# under its own names.
-#
-# Its schema, of the domain ai.onnx.preview.training, binds values by position: an input that has an
-# initializer may be left out or be empty, as may every output. A draft of February 2020 gave names
-# in `input_names` and `output_names`.
+# onnx 1.7 had no combined graph: an algorithm called the inference graph by `GraphCall`. Its schema, of the domain
+# ai.onnx.preview.training, binds values by position: inputs with an initializer and all outputs are optional. A draft
+# of February 2020 gave names in `input_names` and `output_names`.
 
 OPERATOR = "GraphCall"
-DOMAINS = ("ai.onnx.preview.training", "ai.onnx.training", "ai.onnx", "")
+DOMAINS = (TRAINING_DOMAIN, "ai.onnx.training", "ai.onnx", "")
 """The present domain, those of the drafts, and the default."""
-_HINT = "make it again from its inference graph with `onward prepare`"
+_HINT = "make the model again from its inference graph with `onward prepare`"
 
 
 def has_calls(proto: ModelProto) -> bool:
-    algorithms = [step.algorithm.node for step in proto.training_info]
-    return bool(algorithms) and any(any(_calls(nodes)) for nodes in (*algorithms, *_others(proto)))
+    in_algorithms = any(any(_calls(step.algorithm.node)) for step in proto.training_info)
+    return in_algorithms or (bool(proto.training_info) and _has_calls_elsewhere(proto))
 
 
-def _others(proto: ModelProto) -> Iterator[Iterable[NodeProto]]:
-    yield proto.graph.node
-    yield from (step.initialization.node for step in proto.training_info)
-    yield from (function.node for function in proto.functions)
+def _has_calls_elsewhere(proto: ModelProto) -> bool:
+    graphs = [proto.graph, *(step.initialization for step in proto.training_info)]
+    containers: list[GraphProto | FunctionProto] = [*graphs, *proto.functions]
+    return any(any(_calls(container.node)) for container in containers)
 
 
 def convert_calls(proto: ModelProto) -> list[str]:
     if not has_calls(proto):
         return []
-    if any(any(_calls(nodes)) for nodes in _others(proto)):
-        raise InvalidModelError(
-            "a GraphCall (onnx 1.7) stands outside of an algorithm: the inference graph, which it calls, must not call "
-            "itself, and neither an initialization nor a function can call it",
-            hint=_HINT,
-        )
+    if _has_calls_elsewhere(proto):
+        message = "a GraphCall (onnx 1.7) outside of an algorithm: only an algorithm can call the inference graph"
+        raise InvalidModelError(message, hint=_HINT)
     notes = []
     for i, info in enumerate(proto.training_info):
         if count := len(calls := list(_calls(info.algorithm.node))):
@@ -410,7 +395,7 @@ def _check(call: NodeProto, graph: GraphProto, where: str) -> None:
             problems.append(f"it has {len(actual)} {role}s, and {len(formal)} names for them")
         elif len(actual) > len(names):
             problems.append(f"it has {len(actual)} {role}s, and the inference graph has {len(names)}")
-        problems += [f"`{name}` is no {role} of the inference graph" for name in formal if name not in names]
+        problems += [f"`{name}` is not an {role} of the inference graph" for name in formal if name not in names]
     passed = {formal for formal, _ in _inputs(call, graph)}
     missing = [value.name for value in graph.input if value.name not in passed | defaults]
     problems += [f"it gives no value for `{name}`" for name in missing]
@@ -419,14 +404,14 @@ def _check(call: NodeProto, graph: GraphProto, where: str) -> None:
 
 
 def _inputs(call: NodeProto, graph: GraphProto) -> list[tuple[str, str]]:
-    return _bind_inputs(strings(call, "input_names") or [value.name for value in graph.input], call.input)
+    return _bound(strings(call, "input_names") or [value.name for value in graph.input], call.input)
 
 
 def _outputs(call: NodeProto, graph: GraphProto) -> list[tuple[str, str]]:
-    return _bind_inputs(strings(call, "output_names") or [value.name for value in graph.output], call.output)
+    return _bound(strings(call, "output_names") or [value.name for value in graph.output], call.output)
 
 
-def _bind_inputs(formal: Sequence[str], actual: Iterable[str]) -> list[tuple[str, str]]:
+def _bound(formal: Sequence[str], actual: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, value) for name, value in zip(formal, actual, strict=False) if value]
 
 
@@ -437,18 +422,15 @@ def _join_calls(graph: GraphProto, info: TrainingInfoProto) -> None:
     """Read the inference graph's values if a call passes its own inputs on; else copy the graph."""
     algorithm = info.algorithm
     names = Names(names_within(graph) | names_within(algorithm))
-    # What the algorithm defines under a name of the inference graph was legal before they were
-    # joined.
+    # Names that both define were legal before the graphs were joined.
     renames = {name: names.fresh(name) for name in sorted(set(definitions(algorithm)) & names_within(graph))}
-    own = [node for node in algorithm.node if is_call(node)]
-    call, aliases = next(
-        ((node, call_aliases) for node in own if (call_aliases := _aliases(node, graph, algorithm))), (None, {})
-    )
-    if call is not None:
-        passed = {value for _, value in _inputs(call, graph)}
-        replace_entries(algorithm.input, (value for value in algorithm.input if value.name not in passed))
-        algorithm.node.remove(call)
-    renames |= aliases
+    for call in filter(is_call, algorithm.node):
+        if aliases := _aliases(call, graph, algorithm):
+            passed = {value for _, value in _inputs(call, graph)}
+            replace_entries(algorithm.input, (value for value in algorithm.input if value.name not in passed))
+            algorithm.node.remove(call)
+            renames |= aliases
+            break
     rename(algorithm, renames)
     _expand(graph, algorithm, names)
     for entry in info.update_binding:
@@ -473,13 +455,13 @@ def _expand(graph: GraphProto, body: GraphProto, names: Names) -> None:
     """Replace each call by a copy of the inference nodes; weights are shared by name."""
     nodes: list[NodeProto] = []
     for node in body.node:
-        nodes += _copy(graph, node, names) if is_call(node) else [node]
+        nodes += _inline(graph, node, names) if is_call(node) else [node]
         for inner in bodies(node):
             _expand(graph, inner, names)
     set_nodes(body, nodes)
 
 
-def _copy(graph: GraphProto, call: NodeProto, names: Names) -> list[NodeProto]:
+def _inline(graph: GraphProto, call: NodeProto, names: Names) -> list[NodeProto]:
     inputs, outputs = dict(_inputs(call, graph)), dict(_outputs(call, graph))
     computed = sorted({name for node in graph.node for name in node.output if name})
     copy = GraphProto(node=graph.node)

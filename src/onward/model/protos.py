@@ -82,25 +82,26 @@ def _collect_captured(graph: GraphProto, around: tuple[set[str], ...], captured:
 # ---- fields that onnx_ir drops ---------------------------------------------------------------------------------------
 
 
-# What `onnx_ir` cannot hold travels beside it, so that a file goes through Onward without losing
-# anything.
-#
-# Sparse tensors, map and opaque types, and fields that a newer or a vendor's schema added have no
-# place in the graph library. `set_aside` takes them out of a ModelProto before the library sees it;
-# `attach` hangs them on the objects that they belong to; `put_back` merges them into what is
-# written. Hanging on objects, they follow renames and copies.
+# `onnx_ir` drops sparse tensors, map and opaque types, and fields that a newer or a vendor's schema added. So that
+# a file loses nothing, `set_aside` takes them out of a ModelProto before `onnx_ir` sees it, `attach` stores them in
+# the `meta` of the objects that they belong to, and `put_back` merges them into the written file. In `meta`, they
+# follow renames and copies.
 
 _REST = "onward.rest"
 _DENSE_LIMIT = 1 << 31
 """Limit in bytes for expanding a sparse initializer: a hostile file may claim any dimensions."""
 
 
+MessagePath = tuple[object, ...]
+"""Path of a message in a model: ("graph",), ("algorithm", 0, 3, "then_branch", 0)."""
+
+
 class Residue:
-    """Content that was removed from one ModelProto, by the identity of its message."""
+    """Content that was removed from one ModelProto, by the path of its message."""
 
     def __init__(self) -> None:
-        self.rest: dict[tuple[object, ...], bytes] = {}
-        self.sparse: dict[tuple[object, ...], onnx.SparseTensorProto] = {}
+        self.rest: dict[MessagePath, bytes] = {}
+        self.sparse: dict[MessagePath, onnx.SparseTensorProto] = {}
 
 
 def unknown_fields(message: Message) -> bytes:
@@ -115,7 +116,7 @@ def unknown_fields(message: Message) -> bytes:
 
 
 def set_aside(proto: ModelProto) -> Residue:
-    """Remove from `proto`, in place, what the graph library would refuse or drop."""
+    """Remove from `proto`, in place, the content that `onnx_ir` would refuse or drop."""
     residue = Residue()
     if rest := unknown_fields(proto):
         residue.rest["model",] = rest
@@ -129,7 +130,7 @@ def set_aside(proto: ModelProto) -> Residue:
     return residue
 
 
-def graphs(proto: ModelProto) -> Iterator[tuple[tuple[object, ...], GraphProto]]:
+def graphs(proto: ModelProto) -> Iterator[tuple[MessagePath, GraphProto]]:
     """Yield every graph of a model, nested ones too, with its path."""
     yield from _nested_graphs(("graph",), proto.graph)
     for i, step in enumerate(proto.training_info):
@@ -139,12 +140,12 @@ def graphs(proto: ModelProto) -> Iterator[tuple[tuple[object, ...], GraphProto]]
         yield from _nested_in_nodes(("function", i), function.node)
 
 
-def _nested_graphs(path: tuple[object, ...], graph: GraphProto) -> Iterator[tuple[tuple[object, ...], GraphProto]]:
+def _nested_graphs(path: MessagePath, graph: GraphProto) -> Iterator[tuple[MessagePath, GraphProto]]:
     yield path, graph
     yield from _nested_in_nodes(path, graph.node)
 
 
-def _nested_in_nodes(path: tuple[object, ...], nodes: Any) -> Iterator[tuple[tuple[object, ...], GraphProto]]:
+def _nested_in_nodes(path: MessagePath, nodes: Any) -> Iterator[tuple[MessagePath, GraphProto]]:
     for i, node in enumerate(nodes):
         for attribute in node.attribute:
             if attribute.type == AttributeProto.GRAPH:
@@ -154,7 +155,7 @@ def _nested_in_nodes(path: tuple[object, ...], nodes: Any) -> Iterator[tuple[tup
                     yield from _nested_graphs((*path, i, attribute.name, k), graph)
 
 
-def _set_aside_graph(graph: GraphProto, path: tuple[object, ...], residue: Residue) -> None:
+def _set_aside_graph(graph: GraphProto, path: MessagePath, residue: Residue) -> None:
     if rest := _orphans(graph):
         residue.rest[path] = rest
     for sparse in graph.sparse_initializer:
@@ -165,13 +166,13 @@ def _set_aside_graph(graph: GraphProto, path: tuple[object, ...], residue: Resid
         _set_aside_values(infos, path, residue)
 
 
-def _set_aside_nodes(nodes: Any, path: tuple[object, ...], residue: Residue) -> None:
+def _set_aside_nodes(nodes: Any, path: MessagePath, residue: Residue) -> None:
     for i, node in enumerate(nodes):
         if rest := unknown_fields(node) + _pop_sparse_attributes(node):
             residue.rest[*path, "node", i] = rest
 
 
-def _set_aside_values(infos: Any, path: tuple[object, ...], residue: Residue) -> None:
+def _set_aside_values(infos: Any, path: MessagePath, residue: Residue) -> None:
     for info in infos:
         rest = unknown_fields(info)
         if _beyond_ir(info.type):
@@ -182,7 +183,7 @@ def _set_aside_values(infos: Any, path: tuple[object, ...], residue: Residue) ->
 
 
 def _orphans(graph: GraphProto) -> bytes:
-    """Remove unknown fields and notes on missing values: the library keeps notes on values only."""
+    """Return unknown fields and notes on values that the graph lacks, which `onnx_ir` drops."""
     names = {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
     names |= {sparse.values.name for sparse in graph.sparse_initializer}
     names |= {name for node in graph.node for name in node.output}
@@ -217,14 +218,14 @@ def _beyond_ir(type_: TypeProto) -> bool:
     return field in ("map_type", "opaque_type")
 
 
-def attach(residue: Residue, path: tuple[object, ...], graph: ir.Graph) -> None:
+def attach(residue: Residue, path: MessagePath, graph: ir.Graph) -> None:
     """Attach the removed content of the graph at `path` to the graph, its nodes and values."""
     if residue.rest or residue.sparse:
         for inner_path, inner in _ir_graphs(path, graph):
             _attach_graph(residue, inner_path, inner)
 
 
-def _attach_graph(residue: Residue, path: tuple[object, ...], graph: ir.Graph) -> None:
+def _attach_graph(residue: Residue, path: MessagePath, graph: ir.Graph) -> None:
     if rest := residue.rest.get(path):
         graph.meta[_REST] = rest
     values = {value.name: value for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())}
@@ -238,7 +239,7 @@ def _attach_graph(residue: Residue, path: tuple[object, ...], graph: ir.Graph) -
     for key, sparse in residue.sparse.items():
         if key[:-1] == path:
             if key[-1] not in graph.initializers:
-                raise InvalidModelError("a sparse initializer has no name", hint="`onward check` names the place")
+                raise InvalidModelError("a sparse initializer has no name", hint="`onward check MODEL` locates it")
             graph.initializers[str(key[-1])].const_value = SparseTensor(sparse)
 
 
@@ -293,7 +294,7 @@ def _merge(proto: Message, meta: Any) -> None:
         proto.MergeFromString(meta[_REST])
 
 
-def _ir_graphs(path: tuple[object, ...], graph: ir.Graph) -> Iterator[tuple[tuple[object, ...], ir.Graph]]:
+def _ir_graphs(path: MessagePath, graph: ir.Graph) -> Iterator[tuple[MessagePath, ir.Graph]]:
     yield path, graph
     for i, node in enumerate(graph):
         for attribute in node.attributes.values():
@@ -332,7 +333,7 @@ def _dense(sparse: onnx.SparseTensorProto) -> np.ndarray:
     if size * values.dtype.itemsize > _DENSE_LIMIT:
         raise UnsupportedError(
             f"sparse initializer `{sparse.values.name}` would take {size * values.dtype.itemsize} bytes when expanded",
-            hint="only its non-zero values can be kept; remove what reads it as a dense tensor",
+            hint="remove the nodes that read it as a dense tensor",
         )
     dense = np.zeros(tuple(sparse.dims), values.dtype)
     try:

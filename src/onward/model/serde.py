@@ -106,13 +106,13 @@ def _from_nowhere(proto: ModelProto) -> Model:
 
 def _refuse_native_kernels(proto: ModelProto) -> None:
     """Raise for native kernels, which read addresses that only lowering may write."""
-    infos = [graph for info in proto.training_info for graph in (info.algorithm, info.initialization)]
-    parts: tuple[onnx.GraphProto | onnx.FunctionProto, ...] = (proto.graph, *infos, *proto.functions)
-    for node in (node for container in parts for node in all_nodes(container.node)):
+    steps = [graph for info in proto.training_info for graph in (info.algorithm, info.initialization)]
+    containers: tuple[onnx.GraphProto | onnx.FunctionProto, ...] = (proto.graph, *steps, *proto.functions)
+    for node in (node for container in containers for node in all_nodes(container.node)):
         if node.domain == KERNELS:
             raise InvalidModelError(
                 f"node `{node.name or node.op_type}` calls a native kernel (`{KERNELS}`), which no file may",
-                hint="write the model with operators of the standard; `onward train` adds native kernels itself",
+                hint="use standard operators; `onward train` adds native kernels itself",
             )
 
 
@@ -189,7 +189,7 @@ def _bindings(entries: Any, step: int, field: str) -> dict[str, str]:
     bindings = {entry.key: entry.value for entry in entries}
     if len(bindings) != len(entries):
         raise InvalidModelError(
-            f"training_info[{step}].{field} names a state variable twice", hint="`onward check` says which"
+            f"training_info[{step}].{field} names a state variable twice", hint="`onward check MODEL` names it"
         )
     return bindings
 
@@ -221,7 +221,7 @@ def _write_step(info: onnx.TrainingInfoProto, step: Step) -> None:
 
 
 def _tidy(proto: onnx.GraphProto, graph: ir.Graph) -> None:
-    """Undo additions of the library: type notes of initializers, copies of tensor metadata."""
+    """Undo additions of `onnx_ir`: type notes of initializers, copies of tensor metadata."""
     for tensor in proto.initializer:
         if len(tensor.metadata_props) > 1:
             unique = {entry.key: entry.value for entry in tensor.metadata_props}
@@ -263,7 +263,7 @@ def _containers(model: Model) -> Iterator[ir.Graph | ir.Function]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the warnings of the library: `check` reports the same facts properly."""
+    """Silence the warnings of `onnx_ir`: `onward.check` reports the same faults with hints."""
     logger = logging.getLogger("onnx_ir")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -284,7 +284,7 @@ def _library_errors() -> Iterator[None]:
         while cause.__cause__ is not None:
             cause = cause.__cause__
         message = f"the model is not valid ONNX: {cause}"
-        raise InvalidModelError(message, hint="`onward check` names the place") from error
+        raise InvalidModelError(message, hint="`onward check MODEL` locates the fault") from error
 
 
 def stamp(model: Model) -> Model:
@@ -302,7 +302,7 @@ def stamp(model: Model) -> Model:
 def without_data(model: Model) -> Iterator[dict[int, ir.TensorProtocol]]:
     """Make `to_proto(model)` write a reference instead of the bytes of each large tensor.
 
-    For tools on protobuf. `with_data` restores the data in the model that comes back.
+    For tools that work on protobuf. `with_data` restores the data in the model that they return.
     """
     large = [(value, value.const_value) for value in _initializers(model) if _is_large(value.const_value)]
     by_offset: dict[int, ir.TensorProtocol] = {}
@@ -336,6 +336,7 @@ def _initializers(model: Model) -> Iterator[ir.Value]:
 
 _ELSEWHERE = "onward:elsewhere"
 _LARGE = 1024
+"""Bytes above which a tensor becomes a reference; shapes and axes, whose values tools read, are smaller."""
 
 
 def _is_large(tensor: ir.TensorProtocol | None) -> TypeGuard[ir.TensorProtocol]:

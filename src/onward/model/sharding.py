@@ -12,13 +12,13 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import onnx_ir as ir
 
 from onward.arguments import checked
 from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest_or_list
-from onward.model.core import Model
+from onward.model.core import Model, require_tensor
 from onward.model.serde import Source, load_references
 from onward.standard import DEVICES_IR
 
@@ -47,18 +47,24 @@ class Sharding:
 
     def __post_init__(self) -> None:
         for name, axes in self.tensors.items():
-            used = [mesh_axis for of_axis in axes.values() for mesh_axis in of_axis]
+            used = [*itertools.chain.from_iterable(axes.values())]
             if unknown := [mesh_axis for mesh_axis in used if mesh_axis not in self.mesh]:
                 raise UnknownNameError(
                     f"the mesh has no axis `{unknown[0]}`, which divides `{name}`",
                     hint=suggest_or_list(unknown[0], self.mesh),
                 )
             if len(set(used)) < len(used):
-                raise InvalidModelError(f"an axis of the mesh divides `{name}` twice", hint="name each once")
+                raise InvalidModelError(
+                    f"an axis of the mesh divides `{name}` twice", hint="name each axis of the mesh once"
+                )
 
     @property
     def devices(self) -> int:
         return math.prod(self.mesh.values())
+
+    def shards(self, mesh_axes: Iterable[str]) -> int:
+        """Return the number of shards if these mesh axes divide an axis."""
+        return math.prod(self.mesh[mesh_axis] for mesh_axis in mesh_axes)
 
     def spec(self, name: str, rank: int) -> tuple[tuple[str, ...], ...]:
         """Return the mesh axes that divide each axis of a tensor, like a `PartitionSpec` of JAX."""
@@ -91,9 +97,9 @@ def write_sharding(sharding: Sharding, model: Model) -> None:
                 f"the model has no tensor `{name}`", hint=suggest_or_list(name, [n for n in by_name if n])
             )
         for axis, of_axis in axes.items():
-            _check_axis(by_name[name], axis, math.prod(sharding.mesh[each] for each in of_axis))
+            _check_axis(by_name[name], axis, sharding.shards(of_axis))
     configuration = ir.ModelConfiguration(sharding.name, sharding.devices, tuple(_device_names(sharding.mesh)))
-    others = [each for each in model.ir.device_configurations if each.name != sharding.name]
+    others = [other for other in model.ir.device_configurations if other.name != sharding.name]
     model.ir.device_configurations = (*others, configuration)
     model.ir.ir_version = max(model.ir.ir_version or 0, DEVICES_IR)
     for node in _nodes(model):
@@ -113,15 +119,16 @@ def read_sharding(model: Model, name: str | None = None) -> Sharding:
     """Return the sharding in a model: the mesh, and the divided axes."""
     configurations = {configuration.name: configuration for configuration in model.ir.device_configurations}
     if not configurations:
-        raise UnsupportedError("the file says nothing about devices", hint="`onward plan MODEL ... -o FILE` writes it")
+        raise UnsupportedError("the model has no device configuration", hint="add one: `onward plan MODEL -o FILE`")
     if name is None and len(configurations) > 1:
         raise UnsupportedError(
-            f"the file has {len(configurations)} configurations", hint=f"name one: {', '.join(configurations)}"
+            f"the model has {len(configurations)} device configurations",
+            hint=f"name one: {', '.join(configurations)}",
         )
     chosen = next(iter(configurations)) if name is None else name
     if chosen not in configurations:
         raise UnknownNameError(
-            f"the file has no configuration `{chosen}`", hint=suggest_or_list(chosen, configurations)
+            f"the model has no device configuration `{chosen}`", hint=suggest_or_list(chosen, configurations)
         )
     mesh = _mesh_of(configurations[chosen])
     tensors: dict[str, Axes] = {}
@@ -140,7 +147,7 @@ def read_sharding(model: Model, name: str | None = None) -> Sharding:
 def _check_axis(value: ir.Value, axis: int, parts: int) -> None:
     shape = value.const_value.shape.numpy() if value.const_value is not None else ()
     if not 0 <= axis < len(shape):
-        raise InvalidModelError(f"`{value.name}` has {len(shape)} axes: there is no axis {axis} to divide")
+        raise InvalidModelError(f"`{value.name}` has {len(shape)} axes: axis {axis} cannot be divided")
     if shape[axis] < parts:
         raise InvalidModelError(f"axis {axis} of `{value.name}` is {shape[axis]} long, too short for {parts} parts")
 
@@ -168,10 +175,10 @@ def _mesh_of(configuration: ir.ModelConfiguration) -> dict[str, int]:
 
 
 def _spec(value: ir.Value, sharding: Sharding) -> ir.ShardingSpec:
-    axes = sharding.tensors[value.name or ""]
-    groups = _groups(sharding.mesh, [mesh_axis for of_axis in axes.values() for mesh_axis in of_axis])
+    axes, shape = sharding.tensors[value.name or ""], require_tensor(value).shape.numpy()
+    groups = _groups(sharding.mesh, [*itertools.chain.from_iterable(axes.values())])
     dims = tuple(
-        ir.ShardedDim(axis, (ir.SimpleShardedDim(_size(value, axis), math.prod(sharding.mesh[e] for e in of_axis)),))
+        ir.ShardedDim(axis, (ir.SimpleShardedDim(int(shape[axis]), sharding.shards(of_axis)),))
         for axis, of_axis in axes.items()
     )
     if all(len(group) == 1 for group in groups):
@@ -179,11 +186,6 @@ def _spec(value: ir.Value, sharding: Sharding) -> ir.ShardingSpec:
     keys = tuple(-1 - i for i in range(len(groups)))
     entries = tuple(ir.IndexToDeviceGroupMapEntry(key, group) for key, group in zip(keys, groups, strict=True))
     return ir.ShardingSpec(value, keys, entries, dims)
-
-
-def _size(value: ir.Value, axis: int) -> int:
-    assert value.const_value is not None
-    return int(value.const_value.shape.numpy()[axis])
 
 
 def _groups(mesh: Mapping[str, int], dividing: Sequence[str]) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.model.core import Model, Step
+from onward.model.core import Model, Step, require_tensor
 from onward.model.storage.tensor_sites import HeldTensor, describe_tensor
 
 _TAG = "train."
@@ -25,7 +25,7 @@ PREPROCESSING = "preprocessing"
 """Role of constants of preprocessing."""
 
 KEPT = "kept"
-"""Role of tensors of a checkpoint that no role covers; kept for the way back."""
+"""Role of checkpoint tensors without another role: `to_checkpoint` writes them back."""
 
 STEP = "step"
 """The counter of updates."""
@@ -34,15 +34,15 @@ FACTS = {
     "train.optimizer": "list of groups: optimizer, variant, hyper-parameters as prepared, parameter names",
     "train.lr_scheduler": "the schedule by name, with its options",
     "train.loss": "list of losses: name, output, inputs, options",
-    "train.distill": "what is learned from a teacher: list of distances, with the values compared, options, weight",
-    "train.forward": "values that training computes in its own way -> those of inference that they stand for",
+    "train.distill": "distillation: list of distances to a teacher, with the values compared, options, weight",
+    "train.forward": "values of the forward pass in training mode -> the values of inference that they replace",
     "train.augmentation": "inputs and targets that flips and crops move, and targets that stay",
     "train.progress": "step, epoch, samples",
-    "train.times": "how often the step runs while others run once",
-    "train.selection": "what is trained, frozen, constant, and why",
-    "train.exporter": "parameters that an exporter had merged, copied or dropped, and that are trained as they were",
-    "train.recipe": "the recipe as it was given",
-    "train.checkpoint": "the checkpoint that it was made of: facts, names of tensors, and all that was stored",
+    "train.times": "runs of the step while other steps run once",
+    "train.selection": "trainable, frozen and constant parameters, and why",
+    "train.exporter": "parameters that an exporter had merged, copied or dropped, and that are trained as before",
+    "train.recipe": "the recipe, as passed to `prepare`",
+    "train.checkpoint": "the checkpoint of the training model: facts, names of tensors, and all stored content",
 }
 
 
@@ -59,8 +59,7 @@ class State:
 
     @property
     def array(self) -> np.ndarray:
-        assert self.value.const_value is not None
-        return self.value.const_value.numpy()
+        return require_tensor(self.value).numpy()
 
     @property
     def nbytes(self) -> int:
@@ -142,9 +141,9 @@ def with_metadata(
     fields = {"dtype": tensor.dtype, "name": named.name or "", "doc_string": named.doc_string}
     described: dict[str, Any] = {**describe_tensor(tensor), **fields, "metadata_props": metadata}
     if isinstance(tensor, HeldTensor):
-        where = (tensor.source, tensor.location, tensor.offset, tensor.length)
-        return HeldTensor(*where, base_dir=tensor.base_dir, **described)
-    if type(tensor) is ir.ExternalTensor:  # a subclass may mean anything
+        at = (tensor.location, tensor.offset, tensor.length)
+        return HeldTensor(tensor.source, *at, base_dir=tensor.base_dir, **described)
+    if type(tensor) is ir.ExternalTensor:  # a subclass may store its data elsewhere
         return ir.ExternalTensor(tensor.location, tensor.offset, tensor.length, base_dir=tensor.base_dir, **described)
     if isinstance(tensor, ir.LazyTensor):
         return ir.LazyTensor(tensor.raw, **described)

@@ -24,7 +24,7 @@ _NEWEST = defs.onnx_opset_version()  # at least as new as the newest of every ot
 
 def nested_graphs(node: ir.Node) -> Iterator[ir.Graph]:
     """Return the graphs in the attributes of a node: branches of If, bodies of Loop and Scan."""
-    for attribute in node.attributes.data.values():  # of all nodes, often: the dictionary itself is the quickest
+    for attribute in node.attributes.data.values():  # called for every node: iterating over the dict is fastest
         if attribute.type is ir.AttributeType.GRAPH and not attribute.is_ref():
             yield attribute.as_graph()
         elif attribute.type is ir.AttributeType.GRAPHS and not attribute.is_ref():
@@ -78,7 +78,7 @@ def is_random(node: ir.Node) -> bool:
 
 
 def nodes_after(last: ir.Node | None, graph: ir.Graph) -> list[ir.Node]:
-    """Return the nodes of a graph behind `node` (None: all), in order."""
+    """Return the nodes of a graph after `last` (None: all), in order."""
     return [*itertools.takewhile(lambda node: node is not last, reversed(graph))][::-1]
 
 
@@ -123,12 +123,12 @@ def between(
     return nodes
 
 
-_HANDS_ON = {"Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze"}
-"""Operators whose output is their first input in another form."""
+_RESHAPING = {"Identity", "Cast", "CastLike", "Reshape", "Squeeze", "Unsqueeze"}
+"""Operators whose output is their first input in another shape or type."""
 
 
-def source_of(value: ir.Value | None, through: Container[str] = _HANDS_ON) -> ir.Value | None:
-    """Return the source of a value, behind operators that only pass on their first input."""
+def source_of(value: ir.Value | None, through: Container[str] = _RESHAPING) -> ir.Value | None:
+    """Return the value before operators that only reshape or cast their first input."""
     seen: set[ir.Value] = set()
     while value is not None and value not in seen:
         seen.add(value)

@@ -77,8 +77,8 @@ class _SegmentedBinding:
     def __init__(self, session: SegmentedSession):
         self._group, self._exchanged = session.group, session.exchanged
         self._segments = [None if segment is None else _Segment(segment) for segment in session.sessions]
-        self._wanted: list[str] = []
-        self._found: dict[str, ort.OrtValue] = {}
+        self._outputs: list[str] = []
+        self._values: dict[str, ort.OrtValue] = {}
 
     def bind_cpu_input(self, name: str, array: np.ndarray) -> None:
         self.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
@@ -88,38 +88,37 @@ class _SegmentedBinding:
             segment.read(name, value)
 
     def bind_output(self, name: str, device: str) -> None:
-        self._wanted.append(name)
+        self._outputs.append(name)
 
     def bind_ortvalue_output(self, name: str, value: ort.OrtValue) -> None:
-        self._wanted.append(name)
+        self._outputs.append(name)
         for segment in filter(None, self._segments):
             segment.write(name, value)
 
     def get_outputs(self) -> list[ort.OrtValue]:
-        return [self._found[name] for name in self._wanted]
+        return [self._values[name] for name in self._outputs]
 
     def run(self, options: ort.RunOptions | None) -> None:
         for segment, exchanged in zip(self._segments, self._exchanged, strict=True):
             if segment is not None:
-                self._hand_on(segment.run(options))
+                self._pass_on(segment.run(options))
             if exchanged:
-                sums = self._group.sum([self._found[value.local].numpy() for value in exchanged])
-                self._hand_on(
-                    {value.common: self._value(value, total) for value, total in zip(exchanged, sums, strict=True)}
-                )
+                sums = self._group.sum([self._values[exchange.local].numpy() for exchange in exchanged])
+                pairs = zip(exchanged, sums, strict=True)
+                self._pass_on({exchange.common: self._value(exchange, total) for exchange, total in pairs})
 
     def _value(self, exchange: Exchange, total: np.ndarray) -> ort.OrtValue:
         divisor = self._group.size if exchange.mean else self._group.copies
         array = np.asarray(total if divisor == 1 else total / total.dtype.type(divisor))
         value = ort.OrtValue.ortvalue_from_numpy(array)
-        if exchange.common not in self._wanted:
+        if exchange.common not in self._outputs:
             return value
         own = ort.OrtValue.ortvalue_from_shape_and_type(list(array.shape), value.element_type(), "cpu")
-        own.update_inplace(array)  # what is handed out must not go with the array
+        own.update_inplace(array)  # an output must outlive the array
         return own
 
-    def _hand_on(self, values: dict[str, ort.OrtValue]) -> None:
-        self._found.update(values)
+    def _pass_on(self, values: dict[str, ort.OrtValue]) -> None:
+        self._values.update(values)
         for name, value in values.items():
             self.bind_ortvalue_input(name, value)
 
@@ -140,7 +139,7 @@ class _Segment:
             self._outputs[name] = value
 
     def run(self, options: ort.RunOptions | None) -> dict[str, ort.OrtValue]:
-        self._binding.clear_binding_outputs()  # what was made before may still be in somebody's hands
+        self._binding.clear_binding_outputs()  # the caller may still hold the outputs of the last run
         for name, value in self._outputs.items():
             if value is None:
                 self._binding.bind_output(name, "cpu")
@@ -159,14 +158,12 @@ class TextSession:
 
     def __init__(self, first: Model, rest: Model, open_rest: Callable[[Model], Any]):
         self._texts = [value.name or "" for value in first.inputs]
-        self._made = [value.name or "" for value in first.outputs]
+        self._converted = [value.name or "" for value in first.outputs]
         self._first, self._rest = open_session(first, threads=1), open_rest(rest)
 
     def get_inputs(self) -> list[Any]:
-        return [
-            *self._first.get_inputs(),
-            *(value for value in self._rest.get_inputs() if value.name not in self._made),
-        ]
+        others = [value for value in self._rest.get_inputs() if value.name not in self._converted]
+        return [*self._first.get_inputs(), *others]
 
     def get_outputs(self) -> list[Any]:
         outputs: list[Any] = self._rest.get_outputs()
@@ -191,7 +188,7 @@ class TextSession:
 
     def _numbers(self, texts: Mapping[str, np.ndarray], options: ort.RunOptions | None) -> dict[str, np.ndarray]:
         strings = {name: array.astype(object) for name, array in texts.items()}
-        return dict(zip(self._made, self._first.run(self._made, strings, options), strict=True))
+        return dict(zip(self._converted, self._first.run(self._converted, strings, options), strict=True))
 
 
 class _TextBinding:

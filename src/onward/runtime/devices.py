@@ -41,13 +41,13 @@ def providers_of(device: str) -> list[str]:
     provider = _PROVIDERS.get(device)
     if provider is None:
         raise UnknownNameError(
-            f"there is no device `{device}`",
+            f"unknown device `{device}`",
             hint="; ".join(filter(None, [suggest(device, _PROVIDERS), f"devices: {', '.join(_PROVIDERS)}"])),
         )
     if device not in devices():
         raise UnsupportedError(
             f"this build of ONNX Runtime has no {provider}",
-            hint=f"it has: {', '.join(devices())}; other wheels have more",
+            hint=f"use {', '.join(devices())}, or install another wheel of ONNX Runtime",
         )
     return [provider] if device == "cpu" else [provider, _PROVIDERS["cpu"]]
 
@@ -75,7 +75,7 @@ def _stoppable(run: Run) -> Any:
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run, options)
         try:
-            while not wait([future], timeout=1).done:  # not for ever: some systems hear no Ctrl-C in a wait without end
+            while not wait([future], timeout=1).done:  # some systems ignore Ctrl-C in a wait without a timeout
                 pass
         except BaseException:
             options.terminate = True
@@ -87,7 +87,7 @@ def write_buffer(buffer: ort.OrtValue, array: np.ndarray) -> None:
     """Copy an array into memory; types unknown to numpy as integers of the same width."""
     is_plain = array.dtype.isbuiltin == 1
     if is_plain and array.nbytes >= LARGE and buffer.device_name() == "cpu":
-        np.copyto(buffer.numpy(), array)  # without a copy in between, where one number is repeated or lies elsewhere
+        np.copyto(buffer.numpy(), array)  # no intermediate copy, also of broadcast and strided arrays
         return
     buffer.update_inplace(contiguous(array if is_plain else array.view(f"u{array.itemsize}")))
 
@@ -100,7 +100,7 @@ def to_array(value: ort.OrtValue) -> np.ndarray:
     """Return a value as an array, which may share its memory."""
     dtype = ir.DataType(value.element_type())
     if dtype != ir.DataType.BFLOAT16:
-        is_narrow = dtype.is_floating_point() and dtype.bitwidth == 8  # of which it gives the bits
+        is_narrow = dtype.is_floating_point() and dtype.bitwidth == 8  # ONNX Runtime returns their bits as integers
         return value.numpy().view(dtype.numpy()) if is_narrow else value.numpy()
     (wide,) = _from_bfloat16().run_with_ort_values(["y"], {"x": value})
     return wide.numpy().astype(ir.DataType.BFLOAT16.numpy())

@@ -39,8 +39,8 @@ def open_session(
     import onnxruntime as ort
 
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # what it would print is in the errors that it raises
-    options.enable_mem_pattern = False  # it would hold what the first run allocated a second time, and gains nothing
+    options.log_severity_level = 4  # errors are raised, too
+    options.enable_mem_pattern = False  # keeps a second copy of the memory of the first run, and is not faster
     if threads is not None:
         options.intra_op_num_threads = threads
     if not optimize:
@@ -53,14 +53,14 @@ def open_session(
     proto = model.to_proto() if isinstance(model, Model) else model
     with explain_failures(UnsupportedError, "does not run this model"):
         session = ort.InferenceSession(proto.SerializeToString(), options, providers=list(providers))
-    session.handed = handed  # whose memory it reads
+    session.handed = handed  # the session reads their memory
     return session
 
 
 def evaluate(model: Model, inputs: Mapping[str, np.ndarray] | None = None) -> list[np.ndarray]:
     """Run a small graph once: constants, shapes, a learning rate. Return its outputs in order."""
     session = open_session(model)
-    with explain_failures(DataError, "could not compute anything from these inputs"):
+    with explain_failures(DataError, "fails on these inputs"):
         return [np.asarray(array) for array in session.run(None, dict(inputs or {}))]
 
 
@@ -71,7 +71,7 @@ def explain_failures(error_type: type[DataError | UnsupportedError], what: str) 
         yield
     except _failures() as error:
         reason = re.sub(r"^(\[ONNXRuntimeError\] : \d+ : \w+|Error in execution) ?: ", "", str(error)).splitlines()[0]
-        hint = "`onward check MODEL --for onnxruntime` looks for the cause"
+        hint = "`onward check MODEL --for onnxruntime` finds the cause"
         raise error_type(f"ONNX Runtime {what}: {reason}", hint=hint) from error
 
 
@@ -129,10 +129,10 @@ def _is_large(tensor: ir.TensorProtocol) -> bool:
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(array.shape)  # which makes a row of a single number
+    return np.ascontiguousarray(array).reshape(array.shape)  # `ascontiguousarray` gives scalars an axis
 
 
-# ---- what the ONNX Runtime at hand loads -----------------------------------------------------------------------------
+# ---- limits of the installed ONNX Runtime ----------------------------------------------------------------------------
 
 NO_KERNEL = {
     **dict.fromkeys(("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"), 22),
@@ -142,8 +142,8 @@ NO_KERNEL = {
 }
 """Standard operators that stock ONNX Runtime 1.31 cannot run on a CPU, from this operator set on.
 
-Tried one by one: the list of its kernels misleads, since a kernel matches only the first version of
-an operator in its range.
+Found by running each operator: its list of kernels is wrong, since a kernel matches only the first
+version of an operator in its range.
 """
 
 NO_ATTRIBUTES = {"left_window_size", "right_window_size"}

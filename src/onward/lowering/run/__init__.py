@@ -6,8 +6,8 @@ data inside.
 It trains as `onward train` does: the same batches in the same order, the same evaluation, the same
 choice of the best state. Its progress goes in and out with the state, so that a run can be split.
 
-A step whose loss is not finite must not count. Keeping the state before each step would copy it. So
-the epoch is repeated from its start in this call, up to that step; then the run stops.
+A step whose loss is not finite must not change the state. To avoid a copy of the state per step, the
+epoch is repeated from its start in this call, up to that step; then the run stops.
 """
 
 from __future__ import annotations
@@ -48,16 +48,11 @@ FINISHED, MORE, EARLY, NOT_FINITE = range(4)
 def lower_run(model: Model, steps: Steps, lowering_options: LoweringOptions, options: WholeRunOptions) -> Model:
     """Lower the part `run`."""
     if not options.validate and (useless := [name for name in _OF_VALIDATION if getattr(options, name) is not None]):
-        raise RecipeError(
-            f"`{useless[0]}` waits for better results on validation data, and there are none"
-            if useless[0] == "patience"
-            else f"`{useless[0]}` is measured on validation data, and there are none",
-            hint="add `validation=True` (`--validation`)",
-        )
+        raise RecipeError(f"`{useless[0]}` needs validation data", hint="add `validation=True` (`--validation`)")
     step = lower_for_engine(model, steps, "step", lowering_options)
-    one = as_one_step(model, steps)
-    averages = {s.parameter: s.name for s in states(one.model, one.index) if s.role == "ema" and s.parameter}
-    loop = StepLoop(step, one.batches, options)
+    one_step = as_one_step(model, steps)
+    averages = {s.parameter: s.name for s in states(one_step.model, one_step.index) if s.role == "ema" and s.parameter}
+    loop = StepLoop(step, one_step.batches, options)
     fixed = check_batch_axis(loop.of_a_batch, model.inputs, options.batch_size)
     if not options.validate:
         return _WholeRun(loop, options, step.opset, fixed).build()
@@ -67,13 +62,13 @@ def lower_run(model: Model, steps: Steps, lowering_options: LoweringOptions, opt
 
 
 class _Piece(NamedTuple):
-    """The steps of an epoch made in one iteration; none of them count if a loss is not finite."""
+    """Steps of an epoch in one iteration; none of them counts if a loss is not finite."""
 
     state: dict[str, Expr]
     sums: dict[str, Expr]
     """Sum of the losses of the samples in the epoch so far, and their number."""
     failed: Expr
-    made: Expr
+    tried: Expr
     """Number of steps, including one that failed."""
     counted: Expr
     """Number of steps that count."""
@@ -118,8 +113,6 @@ class _WholeRun:
         input_ = ir.Value(name=name or self._op.names.fresh(value.name or ""), type=value.type, shape=value.shape)
         self._graph.inputs.append(input_)
         return input_
-
-    # ---- the whole ---------------------------------------------------------------------------------------------------
 
     def build(self) -> Model:
         op, at = self._op, {name: self._op(value) for name, value in self._position.items()}
@@ -233,7 +226,7 @@ class _WholeRun:
         return [
             op.And(more, op.Not(is_over)),
             *piece.state.values(), *best.values(), *(now[name] for name in self._position),
-            op.Where(piece.failed, piece.made - 1, allowed), op.Where(is_over, np.int64(NOT_FINITE), reason),
+            op.Where(piece.failed, piece.tried - 1, allowed), op.Where(is_over, np.int64(NOT_FINITE), reason),
             *piece.rows, is_row, *of_epoch,
         ]  # fmt: skip
 
@@ -250,16 +243,16 @@ class _WholeRun:
             op, self._embed, self._data, trips, {**at, **outside}, read_state, state
         )
         failed = op.Not(is_finite)
-        made = op.Squeeze(op.Shape(metrics[self._steps.loss]), [0])
-        counted = op.Where(failed, op.scalar(0, made), made)
+        tried = op.Squeeze(op.Shape(metrics[self._steps.loss]), [0])
+        counted = op.Where(failed, op.scalar(0, tried), tried)
         reached = at["batch"] + counted
         indices = op.Range(0, self._per_epoch, 1)
-        is_made = op.And(indices >= at["batch"], indices < reached)
+        is_row = op.And(indices >= at["batch"], indices < reached)
         return _Piece(
             _select(op, failed, state, new),
             {name: op.Where(failed, at[name], value) for name, value in sums.items()},
-            failed, made, counted, reached,
-            [is_made, *(self._row(op, value, at["batch"], made) for value in metrics.values())],
+            failed, tried, counted, reached,
+            [is_row, *(self._row(op, value, at["batch"], tried) for value in metrics.values())],
         )  # fmt: skip
 
     def _judge(
@@ -283,11 +276,11 @@ class _WholeRun:
         now["since_best"] = op.Where(is_better, np.int64(0), now["since_best"] + waited)
         return _select(op, is_better, {name: evaluated[name] for name in best}, best), list(results.values())
 
-    def _row(self, op: Builder, values: Expr, before: Expr, made: Expr) -> Expr:
-        """Return a row with an element per step of the epoch, filled for the steps made."""
+    def _row(self, op: Builder, values: Expr, before: Expr, tried: Expr) -> Expr:
+        """Return a row with an element per step of the epoch, filled for the steps of this iteration."""
         assert values.dtype is not None
         zero = ir.Tensor(np.zeros(1).astype(values.dtype.numpy()), dtype=values.dtype)
-        sizes = (before, op(self._per_epoch) - before - made)
+        sizes = (before, op(self._per_epoch) - before - tried)
         first, last = (op.ConstantOfShape(op.Unsqueeze(size, [0]), value=zero) for size in sizes)
         return op.Concat(first, values, last, axis=0)
 

@@ -53,7 +53,7 @@ class Columns:
             graph.inputs.append(input_)
             self.inputs[name] = input_.name or ""
         if not self._columns:
-            raise UnsupportedError("no input of the step takes data, so that there are no rows to go through")
+            raise UnsupportedError("the step has no input that takes data")
 
     @property
     def noise(self) -> list[str]:
@@ -80,7 +80,7 @@ class Columns:
 def check_noise(noise: Collection[str], inputs: Collection[str]) -> None:
     for name in noise:
         if name not in inputs:
-            raise UnknownNameError(f"there is no input `{name}` that could be noise", hint=suggest(name, inputs))
+            raise UnknownNameError(f"the step has no input `{name}` for noise", hint=suggest(name, inputs))
 
 
 def _sample_shape(value: ir.Value) -> Sequence[int | ir.SymbolicDim] | None:
@@ -88,8 +88,7 @@ def _sample_shape(value: ir.Value) -> Sequence[int | ir.SymbolicDim] | None:
         return None
     if not len(value.shape):
         raise UnsupportedError(
-            f"the input `{value.name}` is a single number, and no row of it is a sample",
-            hint="make it a constant of the model",
+            f"the input `{value.name}` is a scalar, which has no rows", hint="make it a constant of the model"
         )
     return list(value.shape)[1:]
 

@@ -30,8 +30,8 @@ class GraphMetric(ABC):
         self._measures = measures
         if output.shape is None:
             raise UnsupportedError(
-                f"the number of axes of `{output.name}` is not known, so that nobody can tell what it has to be",
-                hint='declare its shape: `onward.transform.declare(model, {"logits": ["N", 10]})`',
+                f"the number of axes of `{output.name}` is unknown",
+                hint=f'declare its shape: `onward.transform.declare(model, {{"{output.name}": ["N", 10]}})`',
             )
         self._shape = list(output.shape)
 
@@ -57,10 +57,10 @@ def graph_metrics(measures: Measures, outputs: Mapping[str, ir.Value]) -> dict[s
             continue
         if spec.name not in _METRICS:
             raise UnsupportedError(
-                f"`{name}` is not measured within a graph", hint=f"there are {', '.join((*_METRICS, OF_LOSS))}"
+                f"`{name}` cannot be computed in the graph", hint=f"metrics: {', '.join((*_METRICS, OF_LOSS))}"
             )
         if measures.output is None or measures.output not in outputs:
-            raise UnsupportedError(f"`{measures.output}` is no output of the model, so that it cannot be measured")
+            raise UnsupportedError(f"the metric `{name}` needs `{measures.output}`, which is not an output")
         metrics[name] = _METRICS[spec.name](measures, outputs[measures.output], **spec.options)
     return metrics
 
@@ -118,7 +118,7 @@ class _TopK(_Accuracy):
         super().__init__(measures, output)
         self._k = int(k)
         if self._are_decisions:
-            raise UnsupportedError("`top_k` is of classes, and the outputs of this model are decisions")
+            raise UnsupportedError("`top_k` needs scores of classes; the outputs of this model are decisions")
 
     def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
         scores, labels = self._classes(op, predictions, targets)
@@ -135,7 +135,7 @@ class _Confusion(_OfClasses):
         self._ratio = ratio
         classes = 2 if self._are_decisions else self._shape[measures.axis]
         if not isinstance(classes, int):
-            raise UnsupportedError(f"the number of classes of `{output.name}` is not known, so that none are counted")
+            raise UnsupportedError(f"the number of classes of `{output.name}` is unknown")
         self._number = classes
 
     def start(self) -> list[np.ndarray]:
@@ -169,8 +169,8 @@ class _MAE(GraphMetric):
         return [np.zeros(()), np.zeros(())]
 
     def parts(self, op: Builder, predictions: Expr, targets: Expr) -> Sequence[Expr]:
-        wanted = op.Cast(targets, to=_DOUBLE)
-        difference = op.Reshape(op.Cast(predictions, to=_DOUBLE), op.Shape(wanted)) - wanted
+        wide = op.Cast(targets, to=_DOUBLE)
+        difference = op.Reshape(op.Cast(predictions, to=_DOUBLE), op.Shape(wide)) - wide
         total = op.ReduceSum(self._of_each(op, difference), keepdims=0)
         return total, op.Cast(op.Size(difference), to=_DOUBLE)
 

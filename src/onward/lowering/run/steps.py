@@ -40,7 +40,7 @@ class StepLoop:
         self._step, self._contract = step, contract_of(step)
         self.batches, self._options = batches, options
         if self._contract.loss is None:
-            raise UnsupportedError("nothing says what is minimised: the step has no `Gradient` that leads to a loss")
+            raise UnsupportedError("the step has no loss: no `Gradient` differentiates one of its outputs")
         self.loss = self._contract.loss
         self.inputs = {value.name or "": value for value in step.graph.inputs}
         self._batch_inputs = {name: self.inputs[name] for name in self._contract.batch}
@@ -64,10 +64,9 @@ class StepLoop:
         constants: Mapping[str, Expr],
         state: Mapping[str, Expr],
     ) -> StepResults:
-        """Make `trips` steps from the progress `at`, which also has the seed and the first step of
-        noise, as `start`.
+        """Make `trips` steps from the progress `at`, which also has `seed`, and `start`: the first step of noise.
 
-        `given` are the values that all steps read, `state` those that they change.
+        `constants` are the values that all steps read, `state` those that they change.
         """
         order = self._order(op, data, at)
 
@@ -130,8 +129,8 @@ class StepLoop:
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 #
-# As training/feed.py does, batch by batch and sum by sum. A model with a fixed batch size gets copies of
-# the last sample in place of the missing ones; one more batch of copies alone gives what these add to the loss.
+# The same sums in the same order as in training/feed.py. A model with a fixed batch size gets copies of the last sample
+# in place of missing ones. An additional batch of copies gives their loss, which is subtracted.
 
 
 class Validation:
@@ -144,8 +143,8 @@ class Validation:
         self._averages = averages
         if self._contract.loss is None:
             raise UnsupportedError(
-                "the loss of this model cannot be computed without training: it depends on random numbers or gradients",
-                hint="lower it without validation data",
+                "the loss cannot be evaluated: it depends on random numbers or gradients",
+                hint="lower the run without `validation=True` (`--validation`)",
             )
         inputs = {value.name or "": value for value in evaluation.graph.inputs}
         self._batch_inputs = {name: inputs[name] for name in self._contract.batch}
@@ -250,7 +249,7 @@ class Validation:
         output, target = self._measures.output, self._measures.target
         assert output is not None and target is not None
         if target not in batch:
-            raise UnsupportedError(f"`{target}` is no input of the evaluation, so that nothing can be compared with it")
+            raise UnsupportedError(f"the metrics need the target `{target}`, which is not an input of the evaluation")
         predictions, targets = results[output], batch[target]
         if self._is_fixed:
             end = op.Unsqueeze(samples, [0])
@@ -258,5 +257,5 @@ class Validation:
             predictions, targets = (op.Slice(value, [0], end, [0]) for value in (predictions, targets))
             for value, shape in zip((predictions, targets), shapes, strict=True):
                 value.value.shape = None if shape is None else ir.Shape([None, *list(shape)[1:]])
-        added = [part for metric in self._metrics.values() for part in metric.parts(op, predictions, targets)]
+        added = [term for metric in self._metrics.values() for term in metric.parts(op, predictions, targets)]
         return [old + new for old, new in zip(sums, added, strict=True)]

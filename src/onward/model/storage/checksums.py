@@ -40,9 +40,9 @@ def checksum_entry(payload: bytes, ranges: Ranges) -> bytes:
 
 def remove_checksum_entry(proto: ModelProto) -> None:
     """Remove the entry from a parsed model: a changed model has other checksums."""
-    for at in reversed(range(len(proto.metadata_props))):
-        if proto.metadata_props[at].key == CHECKSUMS:
-            del proto.metadata_props[at]
+    for index in reversed(range(len(proto.metadata_props))):
+        if proto.metadata_props[index].key == CHECKSUMS:
+            del proto.metadata_props[index]
 
 
 def stored_ranges(path: Path) -> Ranges | None:
@@ -94,20 +94,15 @@ def _read_ranges(file: BinaryIO, size: int) -> tuple[dict[str, list[Range]], int
     length = int(tail[1], 16)
     file.seek(max(size - _TAIL_BYTES - length, 0))
     ranges = json.loads(file.read(length))
-    if not isinstance(ranges, dict) or not all(map(_is_listed, ranges.items())):
+    if not isinstance(ranges, dict) or not all(map(is_plain_name, ranges)) or not all(map(_is_ranges, ranges.values())):
         raise ValueError("no list of checksums")
     return ranges, int(tail[2], 16)
 
 
-def _is_listed(item: tuple[Any, Any]) -> bool:
-    name, ranges = item
-    return (
-        is_plain_name(name)
-        and isinstance(ranges, list)
-        and all(
-            isinstance(entry, list) and len(entry) == 3 and all(type(n) is int and n >= 0 for n in entry)
-            for entry in ranges
-        )
+def _is_ranges(ranges: Any) -> bool:
+    return isinstance(ranges, list) and all(
+        isinstance(entry, list) and len(entry) == 3 and all(type(n) is int and n >= 0 for n in entry)
+        for entry in ranges
     )
 
 
@@ -121,8 +116,7 @@ def _checksum(file: BinaryIO, start: int, length: int) -> int:
 
 
 def _damage(path: Path, what: str) -> InvalidModelError:
-    is_model = path.suffix == ".onnx"
-    on_purpose = f'; if you changed it on purpose: `onward.load("{path}").save("{path}")`' if is_model else ""
-    return InvalidModelError(
-        f"`{path}` has changed since it was saved: {what}", hint=f"restore it from a copy{on_purpose}"
-    )
+    hint = "restore it from a copy"
+    if path.suffix == ".onnx":
+        hint += f'; if you changed it on purpose: `onward.load("{path}").save("{path}")`'
+    return InvalidModelError(f"`{path}` has changed since it was saved: {what}", hint=hint)

@@ -29,7 +29,7 @@ LONGEST = 100 << 20
 _MAGIC = b"\x93NUMPY"
 _TYPE = re.compile(r"[<>|=]?([biufcmMSUVO]\d{1,9}(\[\w{1,20}\])?|O|\?)")
 _MOST_DIMS = 64
-_OLD_LONG = re.compile(r"(?<=\d)L(?=[,)])")  # as Python 2 wrote whole numbers
+_OLD_LONG = re.compile(r"(?<=\d)L(?=[,)])")  # Python 2 wrote integers as 3L
 
 SAFETENSORS_TYPES = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32,
@@ -55,13 +55,13 @@ class Stored(NamedTuple):
 def npy_header(start: bytes) -> Stored:
     """Return the array behind the first bytes of a .npy file. `offset` is the start of its data."""
     if len(start) < 10 or start[:6] != _MAGIC:
-        raise ValueError("it does not begin as one")
+        raise ValueError("it does not begin like one")
     if start[6] not in (1, 2, 3) or start[7]:
-        raise ValueError(f"version {start[6]}.{start[7]} of the format is not known")
+        raise ValueError(f"version {start[6]}.{start[7]} of the format is unknown")
     width = 2 if start[6] == 1 else 4
     offset = 8 + width + int.from_bytes(start[8 : 8 + width], "little")
     if offset > len(start):
-        raise ValueError("its header is not all there")
+        raise ValueError("its header is cut off")
     text = start[8 + width : offset].decode("utf-8" if start[6] == 3 else "latin-1")
     try:
         header = ast.literal_eval(_OLD_LONG.sub("", text).strip())
@@ -77,13 +77,13 @@ def npy_header(start: bytes) -> Stored:
 
 def _npy_type(text: Any) -> np.dtype:
     if isinstance(text, list):
-        raise ValueError("it holds records of several fields; save each as an array of its own")
+        raise ValueError("it holds records of several fields; save each field as a separate array")
     try:
         dtype = np.dtype(text) if isinstance(text, str) and _TYPE.fullmatch(text) else None
     except (TypeError, ValueError):
         dtype = None
     if dtype is None or not dtype.itemsize:
-        raise ValueError(f"`{str(text)[:40]}` is no type of numbers")
+        raise ValueError(f"`{str(text)[:40]}` is not a type of numbers")
     return dtype
 
 
@@ -98,7 +98,7 @@ def safetensors_header(read: Callable[[int, int], bytes], size: int) -> dict[str
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(header, dict):
-        raise ValueError("its header is no table")
+        raise ValueError("its header is not a JSON object")
     header.pop("__metadata__", None)
     tensors = {name: _tensor(name, entry, start, size) for name, entry in header.items()}
     _refuse_overlaps(tensors)
@@ -125,15 +125,15 @@ def _tensor(name: str, entry: Any, start: int, end: int) -> Stored:
     what = f"`{name[:40]}` in its header"
     dtype = entry.get("dtype") if isinstance(entry, dict) else None
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_TYPES:
-        raise ValueError(f"{what} has no type that is known")
+        raise ValueError(f"{what} has an unknown type")
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
     if not isinstance(shape, list) or not isinstance(offsets, list) or list(map(type, offsets)) != [int, int]:
-        raise ValueError(f"{what} does not say its shape and place")
+        raise ValueError(f"{what} does not say its shape and offsets")
     stored = _check_shape(Stored(np.dtype(SAFETENSORS_TYPES[dtype]), tuple(shape), start + offsets[0]))
     if offsets[1] - offsets[0] != stored.size:
         raise ValueError(f"{what} has {offsets[1] - offsets[0]:,} bytes, and its type and shape need {stored.size:,}")
     if offsets[0] < 0 or start + offsets[1] > end:
-        raise ValueError(f"{what} lies outside of the file: it was not written or copied to its end")
+        raise ValueError(f"{what} lies outside of the file, which is cut off")
     return stored
 
 
@@ -148,7 +148,7 @@ def _refuse_overlaps(tensors: dict[str, Stored]) -> None:
 def _check_shape(stored: Stored) -> Stored:
     dims = stored.shape
     if len(dims) > _MOST_DIMS or not all(type(dim) is int and 0 <= dim < 2**63 for dim in dims):
-        raise ValueError(f"`{str(list(dims))[:40]}` is no shape")
+        raise ValueError(f"`{str(list(dims))[:40]}` is not a shape")
     if stored.dtype.itemsize * math.prod(dim for dim in dims if dim) >= 2**63:
         raise ValueError(f"its shape {list(dims)} is larger than any file")
     return stored
@@ -164,7 +164,7 @@ BAD_ZIP = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, ValueError, OverflowError,
     NotImplementedError, RuntimeError,
 )  # fmt: skip
-"""Exceptions for zip files that are damaged or of an unsupported kind."""
+"""Exceptions for zip files that are damaged or unsupported."""
 
 
 def members_of(archive: zipfile.ZipFile, ending: str = "") -> dict[str, zipfile.ZipInfo]:
@@ -234,7 +234,7 @@ def _array(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.nda
             if stored.size > _LARGEST:
                 raise ValueError("it is larger than 1 GB")
             end = stored.offset + stored.size
-            data = start + packed.read(max(end - len(start), 0))  # and no more, which may be very much
+            data = start + packed.read(max(end - len(start), 0))  # no more: a hostile file unpacks to any size
         if end > len(data):
             raise ValueError("it is cut off")
     except ValueError as error:

@@ -27,11 +27,10 @@ from onward.model.storage.tensor_sites import (
 )
 from onward.model.storage.transaction import Transaction
 
-LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped by itself
+LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped separately
 
-# The types that every reader of safetensors knows. One that it does not know makes the whole file
-# unreadable.
-_SAFETENSORS = {ir.DataType.from_numpy(np.dtype(kind)): name for name, kind in SAFETENSORS_TYPES.items()}
+# Types that every reader of safetensors knows: an unknown one makes the whole file unreadable.
+_SAFETENSORS = {ir.DataType.from_numpy(np.dtype(dtype)): name for name, dtype in SAFETENSORS_TYPES.items()}
 
 
 @dataclass
@@ -53,8 +52,7 @@ def write_data(
 ) -> dict[TensorSite, ir.TensorProtocol]:
     """Write external tensors one by one; return references to them, and add checksums to `ranges`."""
     layout = _safetensors_layout if suffix == "safetensors" else _plain_layout
-    # `m.data`, `m.1.data`, ... Numbers only rise: who has the old model open must not find other
-    # data in its place.
+    # `m.data`, `m.1.data`, ... Numbers only rise: a process that has the old model open must not read new data.
     names_in_use = [_own_names(target, suffix).fullmatch(entry.name) for entry in listing(target.parent)]
     first = max((int(match[1] or 0) + 1 for match in names_in_use if match), default=0)
     stem = target.name.removesuffix(".onnx")
@@ -155,7 +153,7 @@ def _copy(tensor: ir.TensorProtocol, sink: Sink) -> Range | None:
     """Write a tensor; return the written range, if this process writes any."""
     start = sink.tell()
     if isinstance(tensor, DividedTensor):
-        written = write_part(sink, start, tensor.part) if tensor.part is not None else None
+        written = write_range(sink, start, tensor.range) if tensor.range is not None else None
         sink.seek(start + tensor.nbytes)
         return written
     sink.take_checksum()
@@ -170,7 +168,7 @@ def _put(tensor: ir.TensorProtocol, sink: Sink) -> None:
         tensor.source.pour(tensor.offset or 0, tensor.nbytes, sink)
     elif isinstance(tensor, ir.LazyTensor):
         _put(tensor.raw(), sink)
-        let_go()  # of what it was computed from
+        let_go()  # pages of the tensors from which it was computed
     elif isinstance(tensor, ir.Tensor) and tensor.dtype.bitwidth >= 8 and sys.byteorder == "little":
         write_array(tensor.numpy(), sink)
     elif hasattr(tensor, "tofile"):
@@ -200,10 +198,10 @@ class DividedTensor(ir.LazyTensor):
 
     def __init__(self, key: str, numbers: tuple[int, np.ndarray] | None, like: ir.TensorProtocol):
         super().__init__(self._refuse, like.dtype, **describe_tensor(like))
-        self.key, self.part = key, numbers
+        self.key, self.range = key, numbers
 
     def _refuse(self) -> NoReturn:
-        raise ValueError(f"`{self.name}` is in several processes")
+        raise ValueError(f"`{self.name}` is divided among processes")
 
 
 class Writers(Protocol):
@@ -222,12 +220,12 @@ def write_parts(file: Path, offsets: Mapping[str, int], parts: Parts) -> list[Ra
     with open(file, "r+b") as stream:
         sink = Sink(stream, checksums=True)
         keys = sorted(parts, key=lambda key: offsets[key])
-        ranges = [write_part(sink, offsets[key], parts[key]) for key in keys]
+        ranges = [write_range(sink, offsets[key], parts[key]) for key in keys]
         flush(stream)
     return ranges
 
 
-def write_part(sink: Sink, offset: int, piece: tuple[int, np.ndarray]) -> Range:
+def write_range(sink: Sink, offset: int, piece: tuple[int, np.ndarray]) -> Range:
     """Write a range of a tensor at `offset`. Return it, with the checksum of the sink."""
     first, numbers = piece
     start = offset + first * numbers.itemsize

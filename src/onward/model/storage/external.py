@@ -31,17 +31,17 @@ def walk_tensors(proto: ModelProto) -> Iterator[TensorProto]:
             attributes += item.attribute_proto
         else:
             yield from item.initializer
-            yield from _parts(item.sparse_initializer)
+            yield from _components(item.sparse_initializer)
         for attribute in attributes:  # by the fields that are set, whatever type is declared
             yield from [attribute.t] if attribute.HasField("t") else []
             yield from attribute.tensors
-            yield from _parts([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else [])
-            yield from _parts(attribute.sparse_tensors)
+            yield from _components([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else [])
+            yield from _components(attribute.sparse_tensors)
             pending += [attribute.g] if attribute.HasField("g") else []
             pending += attribute.graphs
 
 
-def _parts(sparse: Iterable[onnx.SparseTensorProto]) -> Iterator[TensorProto]:
+def _components(sparse: Iterable[onnx.SparseTensorProto]) -> Iterator[TensorProto]:
     return (component for tensor in sparse for component in (tensor.values, tensor.indices))
 
 
@@ -83,11 +83,13 @@ def check_external(proto: ModelProto, base_dir: PathLike | None) -> None:
     named = [(f"`{_printable(tensor.name)}`", tensor) for tensor in _external(proto)]
     problems = [f"{name} {fault}" for name, fault in external_faults(named, base_dir)]
     if base_dir is None:
-        problems += [f"{name} is outside, but a model that was not read from a file has no folder" for name, _ in named]
+        problems += [
+            f"{name} is external, but a model that was not read from a file has no folder" for name, _ in named
+        ]
     if problems:
         more = [f"and {len(problems) - 20} more"] if len(problems) > 20 else []
         lines = "".join(f"\n  {problem}" for problem in problems[:20] + more)
-        raise ExternalDataError(f"the model's external data cannot be used:{lines}", hint=_way_out(problems))
+        raise ExternalDataError(f"the model's external data cannot be used:{lines}", hint=_hint_for(problems))
 
 
 def external_faults(
@@ -126,7 +128,7 @@ def _reference(tensor: TensorProto) -> tuple[str, int, int]:
     bits = bits_of(tensor)
     if bits is None:
         description = "strings" if tensor.data_type == TensorProto.STRING else f"data type {tensor.data_type}"
-        raise Fault(f"holds {description}, which cannot be outside the file")
+        raise Fault(f"holds {description}, which cannot be external")
     if any(dim < 0 for dim in tensor.dims):
         raise Fault("has a negative dimension")
     total = 0 if 0 in tensor.dims else bits
@@ -152,7 +154,7 @@ def _number(entries: dict[str, str], key: str, default: int) -> int:
     if text is None:
         return default
     if not isinstance(text, str) or not re.fullmatch("[0-9]{1,19}", text) or int(text) >= 2**63:
-        raise Fault(f"has the {key} `{_printable(text)[:40]}`, which is no number of bytes")
+        raise Fault(f"has the {key} `{_printable(text)[:40]}`, which is not a number of bytes")
     return int(text)
 
 
@@ -168,7 +170,7 @@ def _file(base_dir: PathLike | None, location: str) -> os.stat_result | Fault | 
     """Return the file at a location, or a `Fault` if it is not safe to read; None without a folder."""
     where = f"is in `{_printable(location)}`"
     if not location or not isinstance(location, str):
-        return Fault("does not say in which file it is")
+        return Fault("has no location")
     parts = location.replace("\\", "/").split("/")
     if not parts[0] or re.match("[A-Za-z]:", location):
         return Fault(f"{where}: an absolute path")
@@ -192,7 +194,7 @@ def _file(base_dir: PathLike | None, location: str) -> os.stat_result | Fault | 
     if not stat.S_ISREG(info.st_mode):
         return Fault(f"{where}, which is not a regular file")
     if info.st_nlink > 1:
-        return Fault(f"{where}, a file with several hard links: it may belong to something else")
+        return Fault(f"{where}, a file with several hard links, which another program may own")
     return info
 
 
@@ -213,7 +215,7 @@ def overlaps(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[tuple[int, int
             end, before = stop, (start, stop)
 
 
-def _way_out(problems: list[str]) -> str:
+def _hint_for(problems: list[str]) -> str:
     text = " ".join(problems)
     if "link" in text:
         return "copy the files instead of linking them (huggingface_hub: `snapshot_download(..., local_dir=...)`)"
@@ -221,4 +223,4 @@ def _way_out(problems: list[str]) -> str:
         return "pass the path of the model instead"
     if "does not exist" in text:
         return "put the data files into the folder of the model"
-    return "the model or its data is damaged, or was made to read other files: get both again from a source you trust"
+    return "the files are damaged or malicious: download them again from a source that you trust"

@@ -63,7 +63,7 @@ def mentions(path: PathLike, name: str) -> bool:
     except ValueError:  # an empty file cannot be mapped
         return False
     except OSError:
-        return True  # it may
+        return True  # unreadable: it may
 
 
 def flush(file: BinaryIO) -> None:
@@ -83,10 +83,11 @@ def sync(folder: Path, *, strict: bool) -> bool:
         finally:
             os.close(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # not offered here
-            if strict:
-                raise
-            return False
+        if error.errno in (errno.EINVAL, errno.ENOTSUP, errno.EACCES):  # the file system cannot flush folders
+            return True
+        if strict:
+            raise
+        return False
     return True
 
 
@@ -120,6 +121,7 @@ def is_plain_name(name: Any) -> bool:
 BLOCK = 1 << 24
 """Bytes in memory at a time."""
 _UNIT = 1 << 20
+"""Bytes that are compared with zeros at a time: holes are found at this grain."""
 _ZEROS = bytes(_UNIT)
 _NOT_OFFERED = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -162,8 +164,8 @@ def advance(size: int) -> None:
 class Sink:
     """A new file that is written from start to end, with holes for zeros where the system can.
 
-    It has no `fileno`, past which others would write. With `checksums` it computes CRC-32, which
-    takes a quarter of a second per GB.
+    It has no `fileno`: writers would use it to bypass `write`. With `checksums` it computes CRC-32,
+    which takes a quarter of a second per GB.
     """
 
     def __init__(self, file: BinaryIO, *, checksums: bool = False):
@@ -269,7 +271,7 @@ def extents(file: int, start: int, end: int) -> Iterator[tuple[int, int]]:
             start = os.lseek(file, start, os.SEEK_DATA)
             stop = min(os.lseek(file, start, os.SEEK_HOLE), end)
         except OSError as error:
-            if error.errno != errno.ENXIO:  # which says that there is no more data
+            if error.errno != errno.ENXIO:  # ENXIO: no data after `start`
                 yield start, end
             return
         if start < end:

@@ -21,6 +21,7 @@ HDF5 = b"\x89HDF\r\n\x1a\n"
 """First bytes of a file."""
 _NOWHERE = (1 << 64) - 1
 _MOST_PARTS, _DEEPEST = 20_000_000, 64
+_OTHER_LAYOUT = "it has another layout than h5py gives to it: save it again with Keras"
 _SPACE, _TYPE, _EXTERNAL, _LAYOUT, _ATTRIBUTE, _MORE, _SYMBOLS = 1, 3, 7, 8, 12, 16, 17
 _NEWER = {2, 6, 18, 21}
 """Messages of newer layouts only: links, and attributes stored elsewhere."""
@@ -52,7 +53,7 @@ class _HDF5Reader:
 
     def _bytes(self, at: int, size: int) -> bytes:
         if at + size > self._end - self._start:
-            raise ValueError("something of it lies outside of the file")
+            raise ValueError("an object in it lies outside of the file")
         return self._data[self._start + at : self._start + at + size]
 
     def _numbers(self, form: str, at: int) -> tuple[Any, ...]:
@@ -60,33 +61,33 @@ class _HDF5Reader:
 
     def _visit(self, at: int) -> None:
         if at in self._seen:
-            raise ValueError("it leads in circles, or has something twice")
+            raise ValueError("it refers to one object twice, or in circles")
         self._seen.add(at)
         self._count()
 
     def _count(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise ValueError("it holds more than there can be in it")
+            raise ValueError("it claims more objects than fit into it")
 
     def groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         magic, version, offsets, lengths = self._numbers("<8sB4xBB", 0)
         if magic != HDF5:
-            raise ValueError("it does not begin as one does")
+            raise ValueError("it does not begin like one")
         if version > 1 or (offsets, lengths) != (8, 8):
-            raise ValueError("it has another layout than h5py gives to it: save it again with Keras")
+            raise ValueError(_OTHER_LAYOUT)
         base, root = self._numbers("<Q32xQ", 24 if version == 0 else 28)[0], 24 + 4 * version + 32
         if base:
-            raise ValueError("it does not begin where it says")
+            raise ValueError("its base address is not its start")
         yield from self._group(self._numbers("<8xQ", root)[0], "", 0)
 
     def _group(self, at: int, path: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
         if depth > _DEEPEST:
-            raise ValueError("its groups are nested deeper than those of any model")
+            raise ValueError(f"its groups are nested more than {_DEEPEST} levels deep")
         messages = self._messages(at)
         tables = [struct.unpack("<QQ", data[:16]) for message_type, data in messages if message_type == _SYMBOLS]
         if len(tables) != 1:
-            raise ValueError(f"`{path}` is no group")
+            raise ValueError(f"`{path}` is not a group")
         arrays, inner = {}, []
         for name, member in self._members(*tables[0]):
             inside = self._messages(member, visit=False)
@@ -105,7 +106,7 @@ class _HDF5Reader:
             self._visit(at)
         version, count, size = self._numbers("<BxH4xI", at)
         if version != 1:
-            raise ValueError("it has another layout than h5py gives to it: save it again with Keras")
+            raise ValueError(_OTHER_LAYOUT)
         pieces, messages = [(at + 16, size)], Messages()
         while pieces and len(messages) < count:
             offset, left = pieces.pop(0)
@@ -116,7 +117,7 @@ class _HDF5Reader:
                     or message_type in _NEWER
                     or (flags & 2 and message_type in (_SPACE, _TYPE, _LAYOUT))
                 ):
-                    raise ValueError("the header of something in it makes no sense")
+                    raise ValueError("the header of an object in it is malformed")
                 self._count()
                 body = self._bytes(offset + 8, length)
                 messages.append((message_type, body))
@@ -129,7 +130,7 @@ class _HDF5Reader:
         """Yield names and offsets of a group's members: leaves of a tree."""
         magic, size, names = self._numbers("<4s4xQ8xQ", heap)
         if magic != b"HEAP":
-            raise ValueError("the names of something in it are not there")
+            raise ValueError("the names of a group are missing")
         pending = [tree]
         while pending:
             at = pending.pop()
@@ -138,37 +139,36 @@ class _HDF5Reader:
             if magic == b"TREE":
                 node_type, _, used = self._numbers("<BBH", at + 4)
                 if node_type:
-                    raise ValueError("the tree of a group is of something else")
+                    raise ValueError("the tree of a group is not one of members")
                 children = struct.unpack(f"<{used * 2}Q", self._bytes(at + 24, used * 16))[1::2]
                 pending.extend(reversed(children))
             elif magic == b"SNOD":
                 for index in range(self._numbers("<H", at + 6)[0]):
                     name, member, cached = self._numbers("<QQI", at + 8 + 40 * index)
                     if cached == 2 or member == _NOWHERE or name >= size:
-                        raise ValueError("it has a link to somewhere else")
+                        raise ValueError("it has a link to another place or file")
                     yield self._text(names + name, size - name), member
             else:
-                raise ValueError("the members of a group are not there")
+                raise ValueError("the members of a group are missing")
 
     def _text(self, at: int, most: int) -> str:
-        text = self._bytes(at, min(most, 4096, self._end - self._start - at))
-        return text.partition(b"\0")[0].decode()
+        return _until_zero(self._bytes(at, min(most, 4096, self._end - self._start - at)))
 
     # ---- arrays and attributes ---------------------------------------------------------------------------------------
 
     def _array(self, name: str, messages: Messages) -> Stored | np.ndarray:
         fields = dict(messages)
         if not fields.keys() >= {_SPACE, _TYPE, _LAYOUT} or _EXTERNAL in fields:
-            raise ValueError(f"`{name}` is no array, or its elements are in other files")
+            raise ValueError(f"`{name}` is not an array, or its elements are in other files")
         shape = _shape(fields[_SPACE])
         named = self._attributes(messages).get("dtype")
         dtype = np.dtype(ml_dtypes.bfloat16) if named == BFLOAT16["dtype"] else _type(fields[_TYPE])
         if dtype.itemsize != struct.unpack_from("<I", fields[_TYPE], 4)[0]:
-            raise ValueError(f"`{name}` is of a type that Keras has not")
+            raise ValueError(f"`{name}` has a type that Keras does not write")
         size = dtype.itemsize * int(np.prod(shape, dtype=object))
         version, layout_class = fields[_LAYOUT][:2]
         if version not in (3, 4) or layout_class > 1:
-            raise ValueError(f"`{name}` is packed: save it again with Keras")
+            raise ValueError(f"`{name}` is compressed or chunked: save it again with Keras")
         if layout_class == 0:
             (stored,) = struct.unpack_from("<H", fields[_LAYOUT], 2)
             if stored < size:
@@ -183,26 +183,27 @@ class _HDF5Reader:
 
     def _attributes(self, messages: Messages) -> dict[str, str]:
         attributes = {}
-        for body in (body for type_class, body in messages if type_class == _ATTRIBUTE):
+        for body in (body for message_type, body in messages if message_type == _ATTRIBUTE):
             version, named, typed, spaced = struct.unpack_from("<BxHHH", body)
             padded = 8 if version == 1 else 1
             at, parts = 9 if version == 3 else 8, []
             for size in (named, typed, spaced):
                 parts.append(body[at : at + size])
                 at += -(-size // padded) * padded
-            type_class = parts[1][0] & 15 if parts[1] else -1
+            name, text_type, _ = parts
+            type_class = text_type[0] & 15 if text_type else -1
             if type_class == 9:
-                attributes[parts[0].partition(b"\0")[0].decode()] = self._variable_text(body[at : at + 16])
+                attributes[_until_zero(name)] = self._variable_text(body[at : at + 16])
             elif type_class == 3:
-                length = struct.unpack_from("<I", parts[1], 4)[0]
-                attributes[parts[0].partition(b"\0")[0].decode()] = body[at : at + length].partition(b"\0")[0].decode()
+                length = struct.unpack_from("<I", text_type, 4)[0]
+                attributes[_until_zero(name)] = _until_zero(body[at : at + length])
         return attributes
 
     def _variable_text(self, data: bytes) -> str:
         length, heap, entry = struct.unpack("<IQI", data)
         magic, size = self._numbers("<4s4xQ", heap)
         if magic != b"GCOL":
-            raise ValueError("a text of it is not there")
+            raise ValueError("a text attribute is missing")
         at = 16
         while at + 16 <= size:
             self._count()
@@ -212,17 +213,20 @@ class _HDF5Reader:
             if not index:
                 break
             at += 16 + -(-stored // 8) * 8
-        raise ValueError("a text of it is not there")
+        raise ValueError("a text attribute is missing")
+
+
+def _until_zero(text: bytes) -> str:
+    return text.partition(b"\0")[0].decode()
 
 
 def _shape(space: bytes) -> tuple[int, ...]:
     version, rank = space[:2]
-    if version not in (1, 2) or rank > 32:
-        raise ValueError("an array has no shape that there could be")
-    shape = struct.unpack_from(f"<{rank}Q", space, 8 if version == 1 else 4)
-    if any(size >= 1 << 48 for size in shape):
-        raise ValueError("an array has no shape that there could be")
-    return shape
+    if version in (1, 2) and rank <= 32:
+        shape = struct.unpack_from(f"<{rank}Q", space, 8 if version == 1 else 4)
+        if all(size < 1 << 48 for size in shape):
+            return shape
+    raise ValueError("an array has an impossible shape")
 
 
 def _type(stored: bytes) -> np.dtype:
@@ -235,4 +239,4 @@ def _type(stored: bytes) -> np.dtype:
         return np.dtype(ml_dtypes.bfloat16) if is_wide else np.dtype(f"f{size}")
     if type_class == 8 and size == 1:
         return np.dtype(np.bool_)
-    raise ValueError("an array is of a type that Keras has not")
+    raise ValueError("an array has a type that Keras does not write")

@@ -6,6 +6,7 @@ Other files are refused with a sentence that says what they are.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,11 @@ def _held_files(proto: ModelProto, folder: Path) -> dict[Path, HeldFile]:
 
 
 def _identity(path: PathLike) -> tuple[int, ...] | None:
-    if not isinstance(path, str | os.PathLike):  # reading says so; to the system a number is a file that is open
+    if not isinstance(path, str | os.PathLike):  # `os.stat` takes a number for an open file; `read_proto` explains
         return None
     try:
         info = os.stat(path)
-    except (OSError, ValueError):  # which reading explains
+    except (OSError, ValueError):  # `read_proto` explains
         return None
     return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
 
@@ -90,7 +91,7 @@ def read_proto(path: PathLike) -> ModelProto:
     except FileNotFoundError:
         siblings = (entry.name for entry in listing(path.parent))
         hint = suggest(path.name, siblings) or "check the path; it is relative to the current folder"
-        raise InvalidModelError(f"there is no file {name}", hint=hint) from None
+        raise InvalidModelError(f"the file {name} does not exist", hint=hint) from None
     except NotRegularError as error:
         raise InvalidModelError(f"{name} is {reason(error)}", hint=instead_of(path)) from None
     except Error:
@@ -101,8 +102,8 @@ def read_proto(path: PathLike) -> ModelProto:
 
 def parse_proto(data: bytes) -> ModelProto:
     """Parse the bytes of a model file."""
-    _refuse("what was given", data[:PAGE], len(data))
-    return _parse("what was given", data)
+    _refuse("the model", data[:PAGE], len(data))
+    return _parse("the model", data)
 
 
 def _refuse(name: str, start: bytes, size: int) -> None:
@@ -118,49 +119,41 @@ def _parse(name: str, data: bytes) -> ModelProto:
     except DecodeError:
         refuse_text(name, data[:PAGE])
         raise InvalidModelError(
-            f"{name} is not an ONNX model, or a damaged one: its {len(data)} bytes are not valid protobuf",
-            hint="if it was downloaded or copied, compare its size with the original's",
+            f"{name} is not an ONNX model, or damaged: its {len(data)} bytes are not valid protobuf",
+            hint="if you downloaded or copied it, compare its size with that of the original",
         ) from None
     missing = "graph" if not proto.HasField("graph") else "version"
     if missing == "graph" or not (proto.ir_version > 0 or proto.opset_import):
         refuse_text(name, data[:PAGE])
-        raise InvalidModelError(
-            f"{name} is valid protobuf, but not an ONNX model: it has no {missing}", hint=f"{EXPORT}, once more"
-        )
+        raise InvalidModelError(f"{name} is valid protobuf, but not an ONNX model: it has no {missing}", hint=EXPORT)
     if any(entry.key == CHECKSUMS for entry in proto.metadata_props):
         remove_checksum_entry(proto)
     return proto
 
 
-# ---- what a file is that is not a model ------------------------------------------------------------------------------
-
-
-# ---- objects ---------------------------------------------------------------------------------------------------------
+# ---- objects and files that are not models ---------------------------------------------------------------------------
 
 _MAKERS = {"torch": "from_torch", "keras": "from_keras", "tensorflow": "from_tensorflow", "flax": "from_jax"}
 _OTHERS = {
     "onnx.onnx_ml_pb2": "put it into a model first: `onnx.helper.make_model(graph)`",
     "onnx_ir": "wrap it: `onward.Model(model)`",
-    "onnxruntime": "give the file that it was made of",
+    "onnxruntime": "pass the model file that the session was opened from",
 }
 
 
 def no_model(source: Any) -> Error:
-    """Return a message about something that is neither a path nor a model."""
+    """Return an error about an object that is neither a path nor a model."""
     if isinstance(source, str):
         return InvalidModelError("the path of the model is empty", hint="name an `.onnx` file")
-    of = [base.__module__ for base in type(source).__mro__]
-    hint = "give the path of an `.onnx` file, its bytes, an `onnx.ModelProto` or an `onward.Model`"
+    modules = [base.__module__ for base in type(source).__mro__]
+    hint = "pass the path of an `.onnx` file, its bytes, an `onnx.ModelProto` or an `onward.Model`"
     for package, maker in _MAKERS.items():
-        if any(module.partition(".")[0] == package for module in of):
+        if any(module.partition(".")[0] == package for module in modules):
             hint = f"make a training model of it: `onward.{maker}(...)`"
             break
     else:
-        hint = next((text for prefix, text in _OTHERS.items() if of[0].startswith(prefix)), hint)
-    return ArgumentError(f"a `{type(source).__name__}` is no ONNX model", hint=hint)
-
-
-# ---- folders ---------------------------------------------------------------------------------------------------------
+        hint = next((text for prefix, text in _OTHERS.items() if modules[0].startswith(prefix)), hint)
+    return ArgumentError(f"a `{type(source).__name__}` is not an ONNX model", hint=hint)
 
 
 def instead_of(path: Path) -> str:
@@ -173,26 +166,23 @@ def instead_of(path: Path) -> str:
 
 
 _FOLDERS = {
-    "training.onnx": "it is the folder of a run, whose model is in `{path}/{name}`; `onward report {path}` shows it",
-    "saved_model.pb": "it is a SavedModel: `onward.from_tensorflow` makes a training model of it",
+    "training.onnx": "it is the folder of a run, whose model is `{path}/{name}`; show it with `onward report {path}`",
+    "saved_model.pb": "it is a SavedModel: make a training model of it with `onward.from_tensorflow`",
 }
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-_BACK = "what `onward convert` wrote goes back with `onward convert FILE --like training.onnx`"
+_BACK = "convert back a file that `onward convert` wrote: `onward convert FILE --like training.onnx`"
 _TORCH = f"it holds no graph: make a training model of its module with `onward.from_torch`; {_BACK}"
 _KERAS = f"load it with Keras, and make a training model of it with `onward.from_keras`; {_BACK}"
 EXPORT, _UNPACK = "export the model to ONNX with the framework that wrote it", "unpack it first"
-_DATA = "it holds data: give it to `--data` of `onward train`, and the model first"
-_DOWNLOAD, _TEXT = "the download gave a page instead of the file", "read it with `onnx.load(..., format=...)`"
-_MADE_FROM = "use the `.onnx` file that it was made from"
+_DATA = "it holds data: pass the model first, then `--data FILE`, to `onward train`"
+_DOWNLOAD, _TEXT = "download it again: the server sent a page", "read it with `onnx.load(..., format=...)`"
 _ZIPPED = {
     "data.pkl": ("a PyTorch file", _TORCH),
     ".npy": ("a NumPy file", _DATA),
     ".json": ("a Keras file", _KERAS),
 }
 """Kinds of zip archives by the suffix of their first file."""
-# Where the mark of a format is, the mark, what it is, what to do. No ONNX model begins with these.
+# Offset of the mark of a format, the mark, name of the format, hint. No ONNX model begins with these.
 _FORMATS = [
     (0, b"version https://git-lfs", "a Git LFS pointer instead of the file", "fetch the file with `git lfs pull`"),
     (0, b"PK\x03\x04", "a zip archive", _UNPACK),
@@ -200,7 +190,7 @@ _FORMATS = [
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file, such as a Keras model or its weights", _KERAS),
     (8, b'{"', "a safetensors file: tensors without a graph", EXPORT),
     (4, b"TFL3", "a TensorFlow Lite model", "convert the model that it was made from"),
-    (4, b"ORTM", "a model in ONNX Runtime's own format", _MADE_FROM),
+    (4, b"ORTM", "a model in ONNX Runtime's own format", "use the `.onnx` file that it was made from"),
     (0, b"\x93NUMPY", "a NumPy array", _DATA),
     (0, b"PAR1", "a Parquet file", _DATA),
     (0, b"ARROW1", "an Arrow file", _DATA),
@@ -245,13 +235,6 @@ def _explain_zip(start: bytes, size: int) -> tuple[str, str]:
 
 def refuse_text(name: str, start: bytes) -> None:
     """Raise if a file is text."""
-    if _is_text(start):
-        raise InvalidModelError(f"{name} is not an ONNX model but a text file", hint="name an `.onnx` file")
-
-
-def _is_text(start: bytes) -> bool:
-    try:
-        text = start.decode()
-    except UnicodeDecodeError:
-        return False
-    return all(character.isprintable() or character in "\t\r\n" for character in text)
+    with suppress(UnicodeDecodeError):
+        if all(character.isprintable() or character in "\t\r\n" for character in start.decode()):
+            raise InvalidModelError(f"{name} is not an ONNX model but a text file", hint="name an `.onnx` file")

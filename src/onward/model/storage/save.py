@@ -35,8 +35,8 @@ from onward.model.storage.transaction import Transaction, target_of
 
 External = Literal["auto", "overlay", "none", "data", "safetensors"]
 _STAYING = ("auto", "overlay")
-EMBED_LIMIT = int(1.9 * 2**30)  # leaves room for the graph beside the tensors
-SPARED_LIMIT = 2**29  # of what a second file spares the disk, and everyone who reads the first
+EMBED_LIMIT = int(1.9 * 2**30)  # protobuf holds 2 GiB; the graph needs room beside the tensors
+SPARED_LIMIT = 2**29  # bytes of zeros and shared tensors from which a data file is worth it
 
 
 def save(
@@ -112,7 +112,7 @@ def save(
     obsolete = _obsolete(
         target, old.keys() - used if shared is None else _unused_files(target, used | written | old.keys())
     )
-    for site, tensor in tensors.items():  # first: what the model in memory reads need not be kept for it alone
+    for site, tensor in tensors.items():  # before the files go: the model in memory may read them
         if (where := range_of(tensor)) and where[0] in obsolete:
             site.tensor = _open_tensor(future[site])
     for file in obsolete:
@@ -183,10 +183,9 @@ def _plan(
     if external == "none" and total > PROTO_LIMIT:
         raise WriteError(f"could not write `{target}`: more than 2 GiB do not fit into one file", hint=OUTSIDE_HINT)
     files = old | {file for file, _, _ in ranges.values()}
+    spill = external != "none"
     if external in _STAYING:
         spill = bool(files) or total > EMBED_LIMIT or spared_bytes(moving) > SPARED_LIMIT
-    else:
-        spill = external != "none"
     written = {site: tensor for site, tensor in moving.items() if spill and _is_large(site, tensor, threshold)}
     embedded = {site: inside(tensors[site]) for site in ranges if site in moving and site not in written}
     is_safe = external == "safetensors" or (
@@ -202,8 +201,9 @@ def _is_large(site: TensorSite, tensor: ir.TensorProtocol, threshold: int) -> bo
 def _kept_files(target: Path, ranges: set[tuple[Path, int, int]], old: set[Path], external: str) -> set[Path]:
     """Return the data files of the replaced model that the new one uses.
 
-    Files that may be deleted are used by half at least, or an often changed model would grow
-    without limit."""
+    Generated files must be used by half at least, or a model that changes often would grow without
+    limit.
+    """
     used: dict[Path, int] = defaultdict(int)
     for file, _, size in ranges:
         used[file] += size
@@ -221,7 +221,7 @@ def _staying(
     """Return the sites whose tensors stay in files outside the replaced model."""
     by_file: dict[Path, dict[tuple[int, int], list[TensorSite]]] = defaultdict(lambda: defaultdict(list))
     for site, (file, start, size) in ranges.items():
-        if size and start * 8 % tensors[site].dtype.bitwidth == 0:  # numbers that begin just anywhere are copied
+        if size and start * 8 % tensors[site].dtype.bitwidth == 0:  # unaligned numbers are copied
             by_file[file][start, start + size].append(site)
     staying = set()
     for file, sites_by_range in by_file.items():
@@ -244,7 +244,7 @@ def _refuse_copies(target: Path, copied: dict[TensorSite, Path]) -> None:
         if not is_own(target, file):
             raise WriteError(
                 f"could not write `{target}`: it cannot point at `{site.name}` in `{file}`",
-                hint=f"write into `{file.parent}`, or have it copied: `auto`, `data` or `safetensors`",
+                hint=f"write into `{file.parent}`, or copy the tensors: `auto`, `data` or `safetensors`",
             )
 
 
@@ -272,8 +272,8 @@ def _serialise(proto: ModelProto, target: Path, old: dict[Path, str]) -> tuple[b
 
 
 def _replaced_files(target: Path) -> dict[Path, str]:
-    """Return the data files of the model at `target`; none if it is no intact model."""
-    if not target.exists() or not mentions(target, "location"):  # spares parsing a large model that has no data files
+    """Return the data files of the model at `target`; empty unless it is an intact model."""
+    if not target.exists() or not mentions(target, "location"):  # do not parse large models without data files
         return {}
     try:
         proto = read_proto(target)

@@ -31,9 +31,8 @@ class TensorSite:
 
     @property
     def name(self) -> str:
-        return "/".join(
-            str(segment) for segment in (self.holder.name, self.attribute, self.index) if segment not in ("", None)
-        )
+        segments = (self.holder.name, self.attribute, self.index)
+        return "/".join(str(segment) for segment in segments if segment not in ("", None))
 
     @property
     def tensor(self) -> ir.TensorProtocol | None:
@@ -74,7 +73,7 @@ def _sites(container: Container) -> Iterator[TensorSite]:
 
 def hold_data(sites: Iterable[TensorSite], base_dir: PathLike, files: Mapping[Path, HeldFile]) -> None:
     """Point the external tensors of a model to the opened files."""
-    folder = os.path.realpath(base_dir)  # must stay true when the working folder changes
+    folder = os.path.realpath(base_dir)  # the working folder may change
     for site in sites:
         if not is_external(tensor := site.tensor):
             continue
@@ -146,10 +145,8 @@ def outside(tensor: ir.TensorProtocol, folder: Path, file: Path, offset: int) ->
 
 # ---- files that are held open ----------------------------------------------------------------------------------------
 
-# Data files that are held open: what was read stays what it was, whatever their names come to mean.
-#
-# A name may be gone, as after a save that no longer needs the file, or lead to another file, as
-# after another export.
+# Data files stay open, so that the tensors of a model do not change: a save may delete a file, and an export may
+# replace it under the same name.
 
 
 class HeldFile:
@@ -187,8 +184,8 @@ class HeldFile:
         info = os.fstat(self.file.fileno())
         if (info.st_size, info.st_mtime_ns) != (self._info.st_size, self._info.st_mtime_ns):
             raise ExternalDataError(
-                f"`{self.path}` has changed since the model was read: its numbers are no longer the model's",
-                hint="read the model again",
+                f"`{self.path}` has changed since the model was read: its numbers are lost",
+                hint="load the model again",
             )
         return info
 
@@ -212,7 +209,7 @@ class HeldFile:
         sink.skip(min(end, self.check().st_size) - start)
 
     def _read(self, start: int, size: int) -> bytes:
-        if hasattr(os, "pread"):  # which leaves the position alone, that a forked process has in common
+        if hasattr(os, "pread"):  # does not move the position, which forked processes share
             return os.pread(self.file.fileno(), size, start)
         with self._turn:
             self.file.seek(start)
@@ -227,8 +224,8 @@ def hold_open(path: Path) -> HeldFile | None:
     try:
         file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as it is used)
     except FileNotFoundError:
-        raise ExternalDataError(f"`{path}`, which the model's tensors are in, is gone", hint="read it again") from None
-    except OSError:  # too many are open, or it may not be read: whoever wants its numbers will be told
+        raise ExternalDataError(f"the data file `{path}` is gone", hint="load the model again") from None
+    except OSError:  # too many open files, or no permission: reading the tensor raises
         return None
     info = os.fstat(file.fileno())
     key = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)

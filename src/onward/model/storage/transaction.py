@@ -33,15 +33,15 @@ class Transaction:
         mode = 0o666 if self.mode is None else self.mode & 0o666
         file = open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
         if self.mode is not None:
-            os.chmod(path, mode)  # whatever the umask says
+            os.chmod(path, mode)  # `os.open` applies the umask
         return file
 
     def create_data(self, names: Iterator[Path]) -> tuple[Path, BinaryIO]:
         for path in names:
-            self.data.append(path)  # first, so that an interrupt leaves nothing behind
+            self.data.append(path)  # before it is created, so that an interrupt leaves nothing behind
             try:
                 return path, self.create(path)
-            except FileExistsError:  # another process saves too
+            except FileExistsError:  # another process saves at the same time
                 self.data.pop()
         raise AssertionError("there is always another name")
 
@@ -65,9 +65,7 @@ class Transaction:
         return self
 
     def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # The temporary file is there just as long as the rename has not happened, whenever an
-        # interrupt comes.
-        if os.path.lexists(self.temporary):
+        if os.path.lexists(self.temporary):  # true until the rename, whenever an interrupt comes
             if self.file is not None:
                 with suppress(OSError):  # closing may try to write once more
                     self.file.close()
@@ -88,7 +86,9 @@ def target_of(path: PathLike) -> Path:
     """Return the file to write, after checks that come before any work."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
-        raise WriteError(f"could not write `{path}`: there is no folder `{target.parent}`", hint="create it first")
+        raise WriteError(
+            f"could not write `{path}`: the folder `{target.parent}` does not exist", hint=f"mkdir -p {target.parent}"
+        )
     if target.exists() and not target.is_file():
         raise WriteError(f"could not write `{path}`: it is not a file", hint="name a file, such as `model.onnx`")
     if target.exists() and not os.access(target, os.W_OK):  # a rename would replace it all the same
@@ -104,13 +104,13 @@ def is_torn(target: Path, file: Path) -> bool:
 
 def write_error(target: Path, error: Exception) -> WriteError:
     number = error.errno if isinstance(error, OSError) else None
-    hint = "nothing was changed; save again when the cause is removed"
+    hint = "nothing was changed; remove the cause and save again"
     if isinstance(error, Error):
         hint = error.hint or hint
     elif number in (errno.ENOSPC, errno.EDQUOT):
         hint = f"make room in `{target.parent}`, or save elsewhere"
     elif number == errno.EFBIG:
-        hint = "files in this place cannot be so large: pass `shard_bytes`, or save elsewhere"
+        hint = "the file system limits the size of files: pass `shard_bytes`, or save elsewhere"
     elif number in (errno.EACCES, errno.EPERM, errno.EROFS):
         hint = "save into a folder that you may write to"
     culprit = f" (`{error.filename}`)" if isinstance(error, OSError) and error.filename else ""
@@ -129,7 +129,7 @@ def replacing(folder: Path, what: Path | None = None) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(folder))
     if target.exists() and not target.is_dir():
-        raise WriteError(f"could not write `{folder}`: it is not a folder", hint="name a folder that is not there yet")
+        raise WriteError(f"could not write `{folder}`: it is not a folder", hint="name a folder that does not exist")
     inside = target if target.exists() else target.parent
     staging = inside / f".{target.name[:60]}.{secrets.token_hex(4)}.tmp"
     try:
@@ -156,8 +156,7 @@ def _put(staging: Path, target: Path) -> None:
         return
     new = sorted(staging.iterdir())
     for entry in new:
-        # Let nobody read, or write, the new file who may not do so with the old one; and files are
-        # no folders.
+        # The new file keeps the permissions of the old one; a file does not replace a folder.
         old = target / entry.name
         if old.exists() and old.is_dir() != entry.is_dir():
             what = "a folder" if old.is_dir() else "a file"
