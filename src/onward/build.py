@@ -78,6 +78,14 @@ def replace_operator(node: ir.Node, op_type: str, inputs: Sequence[ir.Value | No
     node.attributes.update({attribute.name: attribute for attribute in attributes})
 
 
+def _binary(op_type: str, *, is_reflected: bool = False) -> Callable[[Expr, Operand], Expr]:
+    def apply(expr: Expr, other: Operand) -> Expr:
+        result: Expr = expr.op.node("", op_type, *((other, expr) if is_reflected else (expr, other)))
+        return result
+
+    return apply
+
+
 class Expr:
     """A tensor in a graph under construction; or a sequence, which is added by elements."""
 
@@ -112,50 +120,17 @@ class Expr:
             return self.op.each(lambda op, a, b: a + b, self, other)
         return self.op.Add(self, other)
 
-    def __radd__(self, other: Operand) -> Expr:
-        return self.op.Add(other, self)
-
-    def __sub__(self, other: Operand) -> Expr:
-        return self.op.Sub(self, other)
-
-    def __rsub__(self, other: Operand) -> Expr:
-        return self.op.Sub(other, self)
-
-    def __mul__(self, other: Operand) -> Expr:
-        return self.op.Mul(self, other)
-
-    def __rmul__(self, other: Operand) -> Expr:
-        return self.op.Mul(other, self)
-
-    def __truediv__(self, other: Operand) -> Expr:
-        return self.op.Div(self, other)
-
-    def __rtruediv__(self, other: Operand) -> Expr:
-        return self.op.Div(other, self)
-
-    def __pow__(self, other: Operand) -> Expr:
-        return self.op.Pow(self, other)
-
-    def __rpow__(self, other: Operand) -> Expr:
-        return self.op.Pow(other, self)
-
-    def __matmul__(self, other: Operand) -> Expr:
-        return self.op.MatMul(self, other)
-
     def __neg__(self) -> Expr:
         return self.op.Neg(self)
 
-    def __lt__(self, other: Operand) -> Expr:
-        return self.op.Less(self, other)
-
-    def __le__(self, other: Operand) -> Expr:
-        return self.op.LessOrEqual(self, other)
-
-    def __gt__(self, other: Operand) -> Expr:
-        return self.op.Greater(self, other)
-
-    def __ge__(self, other: Operand) -> Expr:
-        return self.op.GreaterOrEqual(self, other)
+    __radd__ = _binary("Add", is_reflected=True)
+    __sub__, __rsub__ = _binary("Sub"), _binary("Sub", is_reflected=True)
+    __mul__, __rmul__ = _binary("Mul"), _binary("Mul", is_reflected=True)
+    __truediv__, __rtruediv__ = _binary("Div"), _binary("Div", is_reflected=True)
+    __pow__, __rpow__ = _binary("Pow"), _binary("Pow", is_reflected=True)
+    __matmul__ = _binary("MatMul")
+    __lt__, __le__ = _binary("Less"), _binary("LessOrEqual")
+    __gt__, __ge__ = _binary("Greater"), _binary("GreaterOrEqual")
 
 
 Operand = Expr | ir.Value | np.ndarray | np.generic | int | float | bool | Sequence[int] | None

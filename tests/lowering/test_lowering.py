@@ -233,7 +233,7 @@ def test_an_evaluation_survives_other_names(change):
 
 def test_what_is_refused():
     model = onward.prepare(digits_mlp(8), loss="cross_entropy")
-    with pytest.raises(onward.Error, match="no part `steps`") as caught:
+    with pytest.raises(onward.Error, match="unknown part `steps`") as caught:
         onward.lower(model, part="steps")
     assert "step" in caught.value.hint
     with pytest.raises(onward.Error, match="the model has no step 1"):

@@ -167,8 +167,8 @@ def rename_own_state(model: onward.Model) -> None:
     ("steps", "error", "message"),
     [
         ("critic", UnknownNameError, "no step `critic`"),
-        ("generator:0", RecipeError, "how often"),
-        ({"generator": 1, "1": 1}, RecipeError, "which steps"),
+        ("generator:0", RecipeError, "a count from 1"),
+        ({"generator": 1, "1": 1}, RecipeError, "each step once"),
         (5, UnknownNameError, "no step 5"),
     ],
 )
@@ -178,7 +178,7 @@ def test_what_is_no_round(steps: Any, error: type[Exception], message: str, trai
 
 
 def test_what_a_round_cannot_be(training: onward.Model, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="what earlier ones have made"):
+    with pytest.raises(UnsupportedError, match="works with one step"):
         onward.lower(training, part="apply")
     with pytest.raises(RecipeError, match="no `constant`"):
         onward.prepare(digits_mlp(), loss="cross_entropy:constant=1")

@@ -221,7 +221,7 @@ def test_what_is_refused() -> None:
         onward.lower(training, part="run", validation=True, metrics="auc")
     with pytest.raises(UnknownNameError, match="the step has no input `z` for noise"):
         onward.lower(training, part="run", noise="z")
-    with pytest.raises(RecipeError, match="`patience` waits for better results"):
+    with pytest.raises(RecipeError, match="`patience` needs validation data"):
         onward.lower(training, part="run", patience=2)
     proto = digits_mlp(8)
     proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 16

@@ -850,7 +850,7 @@ def test_writes_through_a_link(tmp_path: Path) -> None:
 
 def test_refuses_to_write(tmp_path: Path) -> None:
     model = Opened(everywhere())
-    with pytest.raises(WriteError, match="folder .* does not exist"):
+    with pytest.raises(WriteError, match=r"folder .* does not exist"):
         model.save(tmp_path / "no" / "m.onnx")
     with pytest.raises(WriteError, match="not a file"):
         model.save(tmp_path)

@@ -137,17 +137,14 @@ def _flow(scope: Scope) -> tuple[Inputs, Callable[[str], bool]]:
         return tensor_type is None or tensor_type.is_floating or name in rounded
 
     def inputs(node: NodeView, output: int) -> Iterable[str]:
-        if node.domain == "" and node.op == "Cast" and _is_cast_to_index(node) and node.args[0] not in rounded:
-            return ()
+        if node.domain == "" and node.op == "Cast" and node.args and node.args[0] not in rounded:
+            to = attribute(node.proto, "to")
+            if to is not None and to.i not in FLOATING:
+                return ()
         reached = {name for i, name in enumerate(node.args) if has_gradient(node.domain, node.op, i)}
         return (name for name in node.behind(output) if name in reached or name not in node.args)
 
     return inputs, flows
-
-
-def _is_cast_to_index(node: NodeView) -> bool:
-    to = attribute(node.proto, "to")
-    return bool(node.args) and to is not None and to.i not in FLOATING
 
 
 def _is_sound(scope: Scope, gradient: Gradient) -> bool:

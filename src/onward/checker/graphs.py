@@ -196,10 +196,6 @@ def of_tensor(tensor: TensorProto) -> TensorType:
     return TensorType(tensor.data_type, tuple(tensor.dims))
 
 
-def of_sparse(tensor: SparseTensorProto) -> TensorType:
-    return TensorType(tensor.values.data_type, tuple(tensor.dims))
-
-
 def of_type(proto: TypeProto) -> TensorType | None:
     """Return the type; None unless it is that of a tensor with an element type."""
     if not proto.HasField("tensor_type") or not proto.tensor_type.elem_type:
@@ -222,7 +218,7 @@ def declared_types(graph: GraphProto) -> dict[str, TensorType]:
         **of_values(graph.value_info),
         **of_values(graph.output),
         **of_values(graph.input),
-        **{tensor.values.name: of_sparse(tensor) for tensor in graph.sparse_initializer},
+        **{t.values.name: TensorType(t.values.data_type, tuple(t.dims)) for t in graph.sparse_initializer},
         **{tensor.name: of_tensor(tensor) for tensor in graph.initializer},
     }
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from google.protobuf.message import EncodeError
-from onnx import ModelProto, TensorProto, ValueInfoProto
+from onnx import ModelProto, TensorProto
 
 from onward.checker.codes import Finding, listing, make_finding, quote
 from onward.checker.file import all_tensors
@@ -99,15 +99,11 @@ def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
 
 def _message_and_hint(scope: Scope, message: str) -> tuple[str, str | None]:
     """Return the message, with the name of a value without shape, and a hint."""
-    graph = scope.own.proto
-    without = [v.name for v in (*graph.input, *graph.output) if _lacks_shape(v)] if "'shape'" in message else []
-    if not without:
+    tensors = [v for v in (*scope.own.proto.input, *scope.own.proto.output) if v.type.HasField("tensor_type")]
+    without = [value.name for value in tensors if not value.type.tensor_type.HasField("shape")]
+    if not without or "'shape'" not in message:
         return _sentence(message), None
     return f"{', '.join(f'`{name}`' for name in without)}: no shape is declared", declare_hint(without[0])
-
-
-def _lacks_shape(value: ValueInfoProto) -> bool:
-    return value.type.HasField("tensor_type") and not value.type.tensor_type.HasField("shape")
 
 
 def _sentence(message: str, most: int = 400) -> str:

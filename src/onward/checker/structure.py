@@ -79,7 +79,7 @@ def _undefined_name(scope: Scope, node: NodeView, name: str) -> Finding:
 
 def order(scope: Scope) -> Iterator[Finding]:
     """Report nodes before those that they read; distinguish cycles from a wrong order."""
-    late = [(node, name) for node in scope.own.nodes for name in node.reads if _comes_later(scope, node, name)]
+    late = [(node, name) for node in scope.own.nodes for name in node.reads if _is_computed_later(scope, node, name)]
     if not late:
         return
     if circle := _cycle(scope.own):
@@ -93,13 +93,11 @@ def order(scope: Scope) -> Iterator[Finding]:
     yield make_finding("OW125", node.place, message, "sort the nodes topologically")
 
 
-def _comes_later(scope: Scope, node: NodeView, name: str) -> bool:
+def _is_computed_later(scope: Scope, node: NodeView, name: str) -> bool:
     producer = scope.own.producers.get(name)
-    return producer is not None and producer[0].index >= node.index and not _is_source(scope, name)
-
-
-def _is_source(scope: Scope, name: str) -> bool:
-    return any(name in graph.inputs or graph.is_initializer(name) for graph in scope.graphs)
+    if producer is None or producer[0].index < node.index:
+        return False
+    return not any(name in graph.inputs or graph.is_initializer(name) for graph in scope.graphs)
 
 
 def _cycle(graph: GraphIndex) -> list[NodeView]:

@@ -222,7 +222,7 @@ def _batch_normalization(op: Builder, inputs: Inputs, attributes: Attributes, ou
     """Return BatchNormalization in training mode, with mean and variance over all processes."""
     x, scale, bias, mean, variance = (value for value in inputs if value is not None)
     rows = op.Reshape(x, np.array([0, 0, -1], np.int64))  # whatever the number of axes: samples, channels, the rest
-    count = all_reduce(_count(op, x))
+    count = all_reduce(op.CastLike(op.Div(op.Size(x), op.Gather(op.Shape(x), np.int64(1))), x))  # per channel
     batch_mean = all_reduce(op.ReduceSum(rows, [0, 2], keepdims=1)) / count
     centered = rows - batch_mean
     batch_variance = all_reduce(op.ReduceSum(centered * centered, [0, 2], keepdims=1)) / count
@@ -234,11 +234,6 @@ def _batch_normalization(op: Builder, inputs: Inputs, attributes: Attributes, ou
         for old, new in ((mean, batch_mean), (variance, batch_variance))
     ]
     return (y.like(x.value), *running)[:outputs]
-
-
-def _count(op: Builder, x: Expr) -> Expr:
-    """Return the number of elements per channel."""
-    return op.CastLike(op.Div(op.Size(x), op.Gather(op.Shape(x), np.int64(1))), x)
 
 
 def _follow(op: Builder, old: Expr, new: Expr, momentum: float) -> Expr:

@@ -87,7 +87,9 @@ def runs_per_step(model: Model, steps: Steps) -> dict[int, int]:
     counts = steps if isinstance(steps, Mapping) else dict(map(_named_times, steps.split(",")))
     runs = {_index(model, name): count for name, count in counts.items()}
     if len(runs) < len(counts) or not runs or any(not isinstance(n, int) or n < 1 for n in runs.values()):
-        raise RecipeError(f"`{steps}` does not name steps with counts", hint='write `"discriminator:2,generator"`')
+        raise RecipeError(
+            f"`{steps}` does not name each step once, with a count from 1", hint='write `"discriminator:2,generator"`'
+        )
     return runs
 
 

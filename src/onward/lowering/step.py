@@ -87,7 +87,8 @@ class Lowering:
         """Return a part, in the operator set of the model. For the parts see `onward.lower`."""
         part = part or default_part(self.model)
         if part == "inference":
-            one_step, types = OneStep(self._plain_model(), 0), _Types()
+            model = self._trainable() if has_training_operators(self.model) else of_one_opset(self.model)
+            one_step, types = OneStep(model, 0), _Types()
         else:
             if part == "apply" and sum(runs_per_step(self.model, self._steps).values()) > 1:
                 raise UnsupportedError(
@@ -105,9 +106,6 @@ class Lowering:
         model.ir.ir_version = max(IR_VERSION, model.ir.ir_version or 0) if part == "inference" else IR_VERSION
         contract.write_to(model)
         return model
-
-    def _plain_model(self) -> Model:
-        return self._trainable() if has_training_operators(self.model) else of_one_opset(self.model)
 
     def _trainable(self) -> Model:
         if self._of_one_opset is None:

@@ -25,7 +25,7 @@ from onward.model.walk import graphs_in
 from onward.standard import KERNELS, domain_of
 
 if TYPE_CHECKING:
-    from onnx import AttributeProto, GraphProto, NodeProto, TensorShapeProto, TypeProto
+    from onnx import AttributeProto, GraphProto, NodeProto, TypeProto
 
 
 _ALGORITHMS = "onward.algorithms"
@@ -227,17 +227,17 @@ def _tidy(proto: onnx.GraphProto, graph: ir.Graph) -> None:
             unique = {entry.key: entry.value for entry in tensor.metadata_props}
             entries = (onnx.StringStringEntryProto(key=key, value=value) for key, value in unique.items())
             replace_entries(tensor.metadata_props, entries)
-    plain = {name for name, value in graph.initializers.items() if _says_nothing(value)}
+    plain = {
+        name
+        for name, value in graph.initializers.items()
+        if not (value.metadata_props or value.doc_string or (value.type and value.type.denotation))
+    }
     if plain:
         replace_entries(proto.value_info, (info for info in proto.value_info if info.name not in plain))
     for node_proto, node in zip(proto.node, graph, strict=True):
         for attribute in node_proto.attribute:
             if attribute.type == onnx.AttributeProto.GRAPH:
                 _tidy(attribute.g, node.attributes[attribute.name].as_graph())
-
-
-def _says_nothing(value: ir.Value) -> bool:
-    return not value.metadata_props and not value.doc_string and not (value.type and value.type.denotation)
 
 
 def save(model: Model, path: str | os.PathLike[str], data: storage.External = "auto", **options: Any) -> Path:
@@ -391,11 +391,8 @@ def _type(proto: TypeProto) -> Iterator[object]:
         return
     yield proto.tensor_type.elem_type
     if proto.tensor_type.HasField("shape"):
-        yield from _count_values([_dim(dim) for dim in proto.tensor_type.shape.dim])
-
-
-def _dim(dim: TensorShapeProto.Dimension) -> object:
-    return dim.dim_value if dim.HasField("dim_value") else dim.dim_param
+        dims = proto.tensor_type.shape.dim
+        yield from _count_values([dim.dim_value if dim.HasField("dim_value") else dim.dim_param for dim in dims])
 
 
 def _node(node: NodeProto) -> Iterator[object]:

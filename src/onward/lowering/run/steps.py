@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -19,18 +18,6 @@ from onward.options import WholeRunOptions
 from onward.recipe.metrics import OF_LOSS, Measures
 
 _INT, _DOUBLE, _BOOL = ir.DataType.INT64, ir.DataType.DOUBLE, ir.DataType.BOOL
-
-
-class StepResults(NamedTuple):
-    """Results of the steps."""
-
-    state: dict[str, Expr]
-    sums: dict[str, Expr]
-    """Sum of the losses of the samples in the epoch, and their number."""
-    is_finite: Expr
-    """True if all losses are."""
-    metrics: dict[str, Expr]
-    """Metric -> its value in each step."""
 
 
 class StepLoop:
@@ -63,10 +50,12 @@ class StepLoop:
         at: Mapping[str, Expr],
         constants: Mapping[str, Expr],
         state: Mapping[str, Expr],
-    ) -> StepResults:
+    ) -> tuple[dict[str, Expr], dict[str, Expr], Expr, dict[str, Expr]]:
         """Make `trips` steps from the progress `at`, which also has `seed`, and `start`: the first step of noise.
 
-        `constants` are the values that all steps read, `state` those that they change.
+        `constants` are the values that all steps read, `state` those that they change. Return the new
+        state, the sum of the losses of the samples in the epoch with their number, true if all losses
+        are finite, and the value of each metric in each step.
         """
         order = self._order(op, data, at)
 
@@ -89,14 +78,9 @@ class StepLoop:
         body = op.subgraph(step, [*loop_inputs(), *carried_inputs, *sums], "step")
         start = [*state.values(), at["losses"], at["counted"], op.constant(True)]
         results = op.Loop(trips, op.constant(True), *start, body=body, outputs=len(start) + len(self.metrics))
-        return self._results(results, list(state))
-
-    def _results(self, results: Sequence[Expr], state: Sequence[str]) -> StepResults:
-        count = len(state)
-        new, (losses, counted, is_finite) = results[:count], results[count : count + 3]
-        metrics = dict(zip(self.metrics, results[count + 3 :], strict=True))
-        sums = {"losses": losses, "counted": counted}
-        return StepResults(dict(zip(state, new, strict=True)), sums, is_finite, metrics)
+        new, (losses, counted, is_finite) = results[: len(state)], results[len(state) : len(state) + 3]
+        metrics = dict(zip(self.metrics, results[len(state) + 3 :], strict=True))
+        return dict(zip(state, new, strict=True)), {"losses": losses, "counted": counted}, is_finite, metrics
 
     def _order(self, op: Builder, data: Columns, at: Mapping[str, Expr]) -> Expr:
         """Return the rows of all batches of an epoch."""

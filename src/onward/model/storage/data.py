@@ -97,13 +97,12 @@ def _bytes_of(tensor: ir.TensorProtocol) -> object:
 def spared_bytes(tensors: dict[TensorSite, ir.TensorProtocol]) -> int:
     """Return the bytes that a data file saves against a model file: zeros and shared tensors."""
     pieces = _pieces(tensors)
-    needed = sum(nbytes(piece.tensor) for piece in pieces if not _is_plainly_zero(piece.tensor))
+    needed = 0
+    for piece in pieces:
+        array = piece.tensor.raw if isinstance(piece.tensor, ir.Tensor) else None
+        is_zero = isinstance(array, np.ndarray) and is_repeated(array) and not any(array.flat[0].tobytes())
+        needed += 0 if is_zero else nbytes(piece.tensor)
     return sum(map(nbytes, tensors.values())) - needed
-
-
-def _is_plainly_zero(tensor: ir.TensorProtocol) -> bool:
-    array = tensor.raw if isinstance(tensor, ir.Tensor) else None
-    return isinstance(array, np.ndarray) and is_repeated(array) and not any(array.flat[0].tobytes())
 
 
 def _shards(pieces: list[_Piece], most: int | None) -> Iterator[list[_Piece]]:

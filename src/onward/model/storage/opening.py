@@ -41,16 +41,12 @@ def open_model(path: PathLike) -> Opened:
         proto, folder = read_proto(path), folder_of(path)
         try:
             check_external(proto, folder)
-            return Opened(proto, folder, _held_files(proto, folder))
+            files = {file: hold_open(file) for file in data_files(proto, folder)}
+            return Opened(proto, folder, {file: source for file, source in files.items() if source is not None})
         except ExternalDataError:
             if _identity(path) == before or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError("the last attempt returns or raises")
-
-
-def _held_files(proto: ModelProto, folder: Path) -> dict[Path, HeldFile]:
-    files = {file: hold_open(file) for file in data_files(proto, folder)}
-    return {file: source for file, source in files.items() if source is not None}
 
 
 def _identity(path: PathLike) -> tuple[int, ...] | None:

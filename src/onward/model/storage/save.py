@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,11 @@ def save(
         for name, others_ranges in writers.finish().items() if writers is not None else ():
             if ranges is not None:
                 ranges.setdefault(name, []).extend(others_ranges)
-        entry = b"" if ranges is None else checksum_entry(payload, _ranges_of(used, target) | ranges)
+        entry = b""
+        if ranges is not None:
+            before = stored_ranges(target) or {}
+            unchanged = {name: listed for name, listed in before.items() if target.with_name(name) in used}
+            entry = checksum_entry(payload, unchanged | ranges)
         transaction.commit(payload, entry if len(payload) + len(entry) <= PROTO_LIMIT else b"")
     for site, tensor in others.items():
         if site in moved:
@@ -109,20 +113,17 @@ def save(
     if not sync(target.parent, strict=False):
         return  # after a power failure the old model may be back, and need its data
     written = {where[0] for site in data if (where := range_of(data[site]))}
-    obsolete = _obsolete(
-        target, old.keys() - used if shared is None else _unused_files(target, used | written | old.keys())
-    )
+    if shared is None:
+        obsolete = _obsolete(target, old.keys() - used)
+    else:  # also files that no model uses, such as those of the version before last
+        present = {target.parent / entry.name for entry in listing(target.parent)}
+        obsolete = _obsolete(target, present - used - written - old.keys())
     for site, tensor in tensors.items():  # before the files go: the model in memory may read them
         if (where := range_of(tensor)) and where[0] in obsolete:
             site.tensor = _open_tensor(future[site])
     for file in obsolete:
         with suppress(OSError):
             file.unlink()
-
-
-def _ranges_of(used: Set[Path], target: Path) -> dict[str, Sequence[Range]]:
-    before = stored_ranges(target) or {}
-    return {name: listed for name, listed in before.items() if target.with_name(name) in used}
 
 
 def goes_outside(sites: Iterable[TensorSite]) -> bool:
@@ -281,11 +282,6 @@ def _replaced_files(target: Path) -> dict[Path, str]:
     except (InvalidModelError, ExternalDataError):
         return {}
     return data_files(proto, target.parent)
-
-
-def _unused_files(target: Path, used: Set[Path]) -> set[Path]:
-    """Return unused data files of the model's folder, such as those of the version before last."""
-    return {path for entry in listing(target.parent) if (path := target.parent / entry.name) not in used}
 
 
 def _obsolete(target: Path, files: set[Path]) -> set[Path]:

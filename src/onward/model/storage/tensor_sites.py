@@ -94,15 +94,10 @@ def is_external(tensor: object) -> bool:
     return type(tensor) in (ir.ExternalTensor, HeldTensor)
 
 
-def _is_foreign(tensor: object) -> bool:
-    return isinstance(tensor, ir.ExternalTensor) and not is_external(tensor)
-
-
 def nbytes(tensor: ir.TensorProtocol) -> int:
     """Return the bytes that could be external; 0 for strings and for subclasses of other owners."""
-    if tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED) or _is_foreign(tensor):
-        return 0
-    return tensor.nbytes
+    is_foreign = isinstance(tensor, ir.ExternalTensor) and not is_external(tensor)
+    return 0 if is_foreign or tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED) else tensor.nbytes
 
 
 def range_of(tensor: ir.TensorProtocol) -> tuple[Path, int, int] | None:
