@@ -27,6 +27,9 @@ from onward.model import Model
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
+from onward.frameworks.torch.exact import Muon  # noqa: E402
+from onward.frameworks.torch.program.training import Definitions  # noqa: E402
+
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]
 
 STEPS = 4
@@ -343,6 +346,16 @@ def test_names_are_never_code() -> None:
     assert list(made.module.state_dict()) == list(live.module.state_dict())
     x = torch.tensor(normal(3, 64))
     torch.testing.assert_close(made.module(x), live.module(x))
+
+
+def test_settings_that_are_off_are_written() -> None:
+    """A class may have them on by default, and a program may be used without its state file."""
+    module = nn.Linear(4, 3, bias=False)
+    off = {"nesterov": False, "momentum": 0.0, "weight_decay": 0.0, "decoupled_weight_decay": False}
+    optimizer = Muon(module.parameters(), lr=0.1, **off)
+    (line,) = Definitions().optimizer(optimizer, module)
+    again = eval(line.removeprefix("return "), {"Muon": Muon, "module": module})
+    assert again.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

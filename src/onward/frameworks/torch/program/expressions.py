@@ -1,4 +1,4 @@
-"""Calls as a person would write them: operators between operands, methods, indices."""
+"""Calls as idiomatic Python: infix operators, methods, indices."""
 
 from __future__ import annotations
 
@@ -45,22 +45,24 @@ _BETWEEN = {
 }
 _BEFORE = {"neg": "-", "__invert__": "~"}
 _SPREAD = {"reshape", "permute", "expand", "repeat", "view", "flip"}
-"""Methods that take sizes or axes one by one."""
+"""Methods that take sizes or axes as separate arguments."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"F.gelu": {"approximate": "none"}}
-"""Of functions that do not say so themselves."""
+"""Defaults of functions without a signature."""
 _PRODUCT = re.compile(r"(?<!\*)\*(?!\*)")
 _TENSOR, _FUNCTIONAL = "torch.Tensor.", "torch.nn.functional."
 
 
 class TorchPrinter(Printer):
-    """Functions and methods of PyTorch, sizes that vary, and whether the module is in training."""
+    """Printer of calls of PyTorch, dynamic sizes and `self.training`."""
 
-    def __init__(self, name: Callable[[Value], Expression], sizes: Mapping[str, str], device: str):
+    def __init__(
+        self, name: Callable[[Value], Expression], sizes: Mapping[str, str], device: str, used_sizes: set[str]
+    ):
+        """Take the names of sizes by symbol, and the device of the inputs. Printed symbols go to `used_sizes`."""
         super().__init__(name)
         self._sizes = sizes
         self._device = device
-        self.used_sizes: set[str] = set()
-        """Symbols that were written."""
+        self._used_sizes = used_sizes
 
     def step(self, step: ProgramStep) -> Expression:
         method = step.function.removeprefix(_TENSOR)
@@ -91,41 +93,41 @@ class TorchPrinter(Printer):
         called = self._call(method, rest, step)
         return self.after(first, f".{called.text}", called.depth)
 
-    def operand(self, given: Any, other: Any) -> Expression:
-        """A number in place of a tensor with one element, if the other operand has the axes and the type."""
-        if isinstance(given, Value) and given.array is not None and isinstance(other, Value):
-            one, whole = given.tensor, other.tensor
-            usual = one.dtype in (torch.float32, torch.int64) and one.ndim == 0
-            fits = given.array.size == 1 and one.ndim <= whole.ndim and one.dtype == whole.dtype
-            if fits and (other.array is None or usual):
-                return Expression(number(given.array.item()))
-        return self.value(given)
+    def operand(self, argument: Any, other: Any) -> Expression:
+        """Return an operand. A constant of one element becomes a number if the result keeps its shape and type."""
+        if isinstance(argument, Value) and argument.array is not None and isinstance(other, Value):
+            constant, tensor = argument.tensor, other.tensor
+            fits = argument.array.size == 1 and constant.ndim <= tensor.ndim and constant.dtype == tensor.dtype
+            is_default = constant.dtype in (torch.float32, torch.int64) and constant.ndim == 0
+            if fits and (other.array is None or is_default):
+                return Expression(number(argument.array.item()))
+        return self.value(argument)
 
     def _call(self, function: str, arguments: Sequence[Any], step: ProgramStep) -> Expression:
-        """Without arguments that are what they would be anyway."""
+        """Return a call without arguments that have their defaults."""
         defaults = {**_DEFAULTS.get(function, {}), **defaults_of(step.call)}
         named = {k: value for k, value in step.named.items() if k not in defaults or not _same(value, defaults[k])}
         return self.call(function, arguments, named)
 
-    def other(self, given: Any) -> Expression:
-        if isinstance(given, torch.SymInt | torch.SymFloat):
-            return self._formula(given.node.expr)
-        if isinstance(given, WhileTraining):
-            return Expression(f"{number(given.value)} if self.training else 0.0", WIDE)
-        if isinstance(given, torch.device):
+    def other(self, argument: Any) -> Expression:
+        if isinstance(argument, torch.SymInt | torch.SymFloat):
+            return self._formula(argument.node.expr)
+        if isinstance(argument, WhileTraining):
+            return Expression(f"{number(argument.value)} if self.training else 0.0", WIDE)
+        if isinstance(argument, torch.device):
             return Expression(self._device)
-        if isinstance(given, torch.dtype | torch.memory_format):
-            return Expression(str(given))
-        if given is TRAINING:
+        if isinstance(argument, torch.dtype | torch.memory_format):
+            return Expression(str(argument))
+        if argument is TRAINING:
             return Expression("self.training")
-        raise UnsupportedError(f"a {type(given).__name__} is an argument", hint=LIVE)
+        raise UnsupportedError(f"a {type(argument).__name__} is an argument", hint=LIVE)
 
     def _formula(self, formula: sympy.Expr) -> Expression:
         names = {}
         for symbol in sorted(formula.free_symbols, key=str):
             if str(symbol) not in self._sizes:
-                raise UnsupportedError("the sizes of some tensors depend on values", hint=LIVE)
-            self.used_sizes.add(str(symbol))
+                raise UnsupportedError("the shapes of some tensors depend on values", hint=LIVE)
+            self._used_sizes.add(str(symbol))
             names[symbol] = sympy.Symbol(self._sizes[str(symbol)], integer=True, positive=True)
         text = _PRODUCT.sub(" * ", PythonPrinter().doprint(formula.xreplace(names)))
         return Expression(text, ATOM if formula.is_Symbol else SUM)

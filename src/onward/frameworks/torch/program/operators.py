@@ -1,4 +1,4 @@
-"""The forward pass of a live module as calls of PyTorch: operators as a person would call them; sizes are symbols."""
+"""Forward passes of live modules as idiomatic calls of PyTorch. Dynamic sizes are symbols."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,17 +30,17 @@ from onward.options import Variance
 
 
 def array_of(sizes: Any) -> np.ndarray:
-    """Sizes as an array: of numbers, if all of them are."""
-    made = np.empty(np.shape(sizes) if not isinstance(sizes, torch.SymInt) else (), object)
-    made[...] = sizes
-    return made.astype(np.int64) if all(isinstance(x, int) for x in made.flat) else made
+    """Return sizes as an array, of integers if none is a symbol."""
+    array = np.empty(np.shape(sizes) if not isinstance(sizes, torch.SymInt) else (), object)
+    array[...] = sizes
+    return array.astype(np.int64) if all(isinstance(x, int) for x in array.flat) else array
 
 
 _SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
 
 
 def is_open(array: Any) -> bool:
-    """True if an array has symbols in it."""
+    """True if an array contains symbols."""
     return isinstance(array, np.ndarray) and array.dtype == object and any(isinstance(x, _SYMBOLS) for x in array.flat)
 
 
@@ -49,28 +49,28 @@ def _elementwise(function: Callable[..., Any]) -> Function:
     return lambda *arrays: np.asarray(vectorized(*arrays), object)
 
 
-def _numbers(array: np.ndarray, floating: bool) -> np.ndarray:
+def _converted(array: np.ndarray, floating: bool) -> np.ndarray:
     convert = torch.sym_float if floating else torch.sym_int
     return np.asarray(np.frompyfunc(convert, 1, 1)(array), object)
 
 
 def _quotient(x: Any, y: Any) -> Any:
-    return x / y if any(isinstance(part, float | torch.SymFloat) for part in (x, y)) else x // y
+    return x / y if any(isinstance(operand, float | torch.SymFloat) for operand in (x, y)) else x // y
 
 
-OWN: dict[str, Function] = {
-    "Cast": lambda x, *, to: _numbers(x, ir.DataType(to).is_floating_point()),
-    "CastLike": lambda x, like: _numbers(x, like.dtype.is_floating_point),
+_ON_SYMBOLS: dict[str, Function] = {
+    "Cast": lambda x, *, to: _converted(x, ir.DataType(to).is_floating_point()),
+    "CastLike": lambda x, like: _converted(x, like.dtype.is_floating_point),
     "Div": _elementwise(_quotient),
     "Mod": _elementwise(lambda x, y: x % y),
     "Neg": _elementwise(lambda x: -x),
     "Equal": _elementwise(lambda x, y: bool(x == y)),
 }
-"""Of arrays that hold symbols."""
+"""Operators on arrays that contain symbols."""
 
 
 class Writing(Live):
-    """Operators as a person would call them. What computes something else in training asks the module how it is."""
+    """Operators as idiomatic calls. Those that training switches read `self.training`."""
 
     def __init__(self, recorder: Recorder, statistics: Variance):
         super().__init__(torch.device("cpu"), statistics)
@@ -103,10 +103,10 @@ class Writing(Live):
         }
         rest = {name: function for name, function in self.operators.items() if name not in own}
         self.operators = type(self.operators)({**rest, **own})
-        self.on_host = on_host(self.operators, self.place, OWN)
+        self.on_host = on_host(self.operators, self.place, _ON_SYMBOLS)
 
     def is_tracing(self) -> bool:
-        return False  # constants are made once
+        return False  # so that each constant is created once
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -124,29 +124,29 @@ class Writing(Live):
         return torch.scalar_tensor(array.item())
 
     def array(self, tensor: torch.Tensor) -> np.ndarray:
-        found = self.recorder.known.get(id(tensor))
-        if found is None or found.array is None:
+        value = self.recorder.known.get(id(tensor))
+        if value is None or value.array is None:
             raise NotOnHost
-        return found.array
+        return value.array
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     def _transposed(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a matrix is the transpose of, if it was made so."""
-        found = self.recorder.known.get(id(tensor))
-        step = found.step if found is not None else None
+        """Return the source of a matrix that is a transpose."""
+        value = self.recorder.known.get(id(tensor))
+        step = value.step if value is not None else None
         if step is None or step.function != "torch.Tensor.permute" or tensor.ndim != 2:
             return None
         source: Value = step.arguments[0]
         return source.tensor
 
     def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        turned = self._transposed(weight)
-        return F.linear(x, weight.T if turned is None else turned, bias)
+        source = self._transposed(weight)
+        return F.linear(x, weight.T if source is None else source, bias)
 
     def _matmul(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        turned = self._transposed(y)
-        return x @ y if turned is None else F.linear(x, turned)
+        source = self._transposed(y)
+        return x @ y if source is None else F.linear(x, source)
 
     def _gemm(self, a, b, c=None, *, alpha, beta, transA, transB):  # type: ignore[no-untyped-def]
         a = a.T if transA else a
@@ -173,7 +173,7 @@ class Writing(Live):
         outermost = min((axis for axis, pair in amounts.items() if any(pair)), default=x.ndim)
         flat = [amount for axis in range(x.ndim - 1, outermost - 1, -1) for amount in amounts.get(axis, (0, 0))]
         named = {} if value is None or not value.item() else {"value": value.item()}
-        with torch._C.DisableTorchFunction():  # PyTorch wants to know sizes that are symbols
+        with torch._C.DisableTorchFunction():  # `F.pad` itself fails on symbols
             padded = x.new_empty([size + sum(amounts.get(axis, (0, 0))) for axis, size in enumerate(x.shape)])
         return self.recorder.imagine("torch.nn.functional.pad", [x, tuple(flat)], named, padded, F.pad)
 
@@ -187,19 +187,19 @@ class Writing(Live):
             x, before = F.pad(x, flat), [0] * rank
         b = None if b is not None and is_always_zero(self.recorder.value(b)) else b  # exporters write zeros for no bias
         function = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
-        given = {"stride": one(strides), "padding": one(before), "dilation": one(dilations), "groups": group}
-        usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-        return function(x, w, b, **{key: value for key, value in given.items() if value != usual[key]})
+        options = {"stride": (strides, 1), "padding": (before, 0), "dilation": (dilations, 1), "groups": (group, 1)}
+        collapsed = {key: (collapse(value), default) for key, (value, default) in options.items()}
+        return function(x, w, b, **{key: value for key, (value, default) in collapsed.items() if value != default})
 
     def _dropout(self, x, ratio=None, training_mode=None, *, seed, outputs):  # type: ignore[no-untyped-def]
         if outputs > 1 or seed is not None:
-            raise UnsupportedError("a Dropout has a seed of its own, or gives its mask away")
-        share = 0.5 if ratio is None else float(ratio)
-        if float(np.float32(share)) == share:
-            share = float(str(np.float32(share)))  # 0.1 for the float32 that is nearest to it
+            raise UnsupportedError("a Dropout has its own seed, or returns its mask")
+        p = 0.5 if ratio is None else float(ratio)
+        if float(np.float32(p)) == p:
+            p = float(str(np.float32(p)))  # 0.1, not 0.10000000149011612
         if training_mode is not None and training_mode:
-            return F.dropout(x, share)
-        return self.recorder.imagine("nn.Dropout", [x, share], {}, _like(x))
+            return F.dropout(x, p)
+        return self.recorder.imagine("nn.Dropout", [x, p], {}, _like(x))
 
     def _batch_norm(self, x, scale, bias, mean, variance, *, epsilon, momentum, training_mode, outputs):  # type: ignore[no-untyped-def]
         if not training_mode:
@@ -214,27 +214,27 @@ def _like(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
 
-def one(numbers: Sequence[int]) -> Any:
-    """A number in place of several that are equal."""
+def collapse(numbers: Any) -> Any:
+    """Return a number in place of a list of equal ones, and other lists as tuples."""
+    if not isinstance(numbers, list | tuple):
+        return numbers
     return numbers[0] if len(set(numbers)) == 1 else tuple(numbers)
 
 
-_ANYWHERE = torch.device("cpu")
-"""Written as the device of an input."""
+_DEVICE = torch.device("cpu")
+"""Argument that is printed as the device of an input."""
 
 
 def _range(start: np.ndarray, limit: np.ndarray, delta: np.ndarray) -> torch.Tensor:
     first, end, step = (x.item() for x in (start, limit, delta))
     if isinstance(first, int) and first == 0 and isinstance(step, int) and step == 1:
-        return torch.arange(end, device=_ANYWHERE)
-    return torch.arange(first, end, step, device=_ANYWHERE)
+        return torch.arange(end, device=_DEVICE)
+    return torch.arange(first, end, step, device=_DEVICE)
 
 
 def _full(shape: np.ndarray, *, value: Any) -> torch.Tensor:
     number = np.zeros(1, np.float32) if value is None else value
-    return torch.full(
-        shape.tolist(), number.item(), dtype=TYPES[ir.DataType.from_numpy(number.dtype)], device=_ANYWHERE
-    )
+    return torch.full(shape.tolist(), number.item(), dtype=TYPES[ir.DataType.from_numpy(number.dtype)], device=_DEVICE)
 
 
 def _reshape(x: torch.Tensor, shape: np.ndarray, *, allowzero: int) -> torch.Tensor:
@@ -260,8 +260,8 @@ def _unsqueeze(x: torch.Tensor, axes: Any) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, sizes: Any = None, *, axis: int, num_outputs: int | None, outputs: int) -> Any:
-    whole, each = x.shape[axis], -(-x.shape[axis] // outputs)
-    equal = [min(each, max(0, whole - i * each)) for i in range(outputs)]
+    size, chunk = x.shape[axis], -(-x.shape[axis] // outputs)
+    equal = [min(chunk, max(0, size - i * chunk)) for i in range(outputs)]
     return x.split(equal if sizes is None else sizes.tolist(), axis)
 
 
@@ -272,79 +272,72 @@ def _split_to_sequence(x: torch.Tensor, sizes: Any = None, *, axis: int, keepdim
 
 
 def _slice(by_numbers: Function, x: Any, starts: Any, ends: Any, axes: Any = None, steps: Any = None) -> torch.Tensor:
-    """As Python has it, also where sizes are symbols; backwards only where they are known."""
-    given: list[Any] = [None if part is None else part.tolist() for part in (starts, ends, axes, steps)]
-    places = slice_places(x.shape, *given)
-    if places is None:
+    """Return a Python slice, which takes symbols, except for negative steps."""
+    bounds: list[Any] = [None if array is None else array.tolist() for array in (starts, ends, axes, steps)]
+    slices = slice_places(x.shape, *bounds)
+    if slices is None:
         return by_numbers(x, starts, ends, axes, steps)
-    return x[tuple(places)] if places else x
+    return x[tuple(slices)] if slices else x
 
 
 @dataclasses.dataclass
 class ForwardCalls:
-    """What a module computes from its inputs."""
+    """Forward pass of a module as calls."""
 
     inputs: list[Value]
     outputs: dict[str, Value]
     steps: list[ProgramStep]
     sizes: dict[str, str]
-    """Symbols in formulas, and what the model calls these sizes."""
+    """Symbol -> name of the size in the model."""
 
 
 def trace(module: OnnxModule, first_size: int) -> ForwardCalls:
-    """The program for some sizes; sizes that vary begin with this one."""
+    """Return the calls of a module. The first dynamic size is traced as `first_size`."""
     graph = module._graph
     recorder = Recorder()
     framework = Writing(recorder, graph.program.statistics)
     model = graph.model.copy()
     for node in model.graph.all_nodes():
-        if node.name in graph.program.switched:  # a module asks whether it is in training
+        if node.name in graph.program.switched:  # the module reads `self.training`
             node.attributes.add(ir.AttrInt64("training_mode", 1))
     values = {value.name or "": value for value in model.graph.inputs}
-    given = {}
+    tensors = {}
     for name, tensor in module._state().items():
-        made = recorder.stand_in(tensor.detach(), [False] * tensor.ndim).requires_grad_(tensor.requires_grad)
-        given[name] = recorder.add(Value(made, path=module._paths[name]))
+        stand_in = recorder.stand_in(tensor.detach(), [False] * tensor.ndim).requires_grad_(tensor.requires_grad)
+        tensors[name] = recorder.add(Value(stand_in, path=module._paths[name]))
     sizes = _Sizes(first_size)
     inputs = [sizes.input(recorder, values[name]) for name in graph.inputs]
-    given |= {value.name: recorder.add(value) for value in inputs}
+    tensors |= {value.name: recorder.add(value) for value in inputs}
     try:
-        results = interpreter(model, framework)(given)
+        results = interpreter(model, framework)(tensors)
     except Error as error:
         raise UnsupportedError(f"the module cannot be written as a program: {first_line(error)}", hint=LIVE) from error
     outputs = {name: recorder.value(framework.place(result)) for name, result in results.items()}
-    return ForwardCalls(inputs, outputs, without_unused(recorder.steps, list(outputs.values())), sizes.names(inputs))
+    return ForwardCalls(inputs, outputs, without_unused(recorder.steps, list(outputs.values())), sizes.names)
 
 
 class _Sizes:
-    """Different numbers for sizes of different names: those of one name are the same."""
+    """Dynamic sizes: one number per name, and no number twice."""
 
     def __init__(self, first: int):
         self._first = first
         self._numbers: dict[Any, int] = {}
-        self._dimensions: list[list[str | None]] = []
+        self.names: dict[str, str] = {}
+        """Symbol -> name."""
 
     def input(self, recorder: Recorder, value: ir.Value) -> Value:
+        """Return a stand-in for an input."""
         if value.shape is None or value.dtype is None:
-            raise UnsupportedError(f"nobody knows how many axes `{value.name}` has", hint="give it a shape")
-        names = [
-            None if isinstance(size, int) else str(size.value or f"{value.name}_{i}")
+            raise UnsupportedError(f"the number of axes of `{value.name}` is unknown", hint="give it a shape")
+        sizes = [
+            size
+            if isinstance(size, int)
+            else self._numbers.setdefault(size.value or (value.name, i), self._first + 2 * len(self._numbers))
             for i, size in enumerate(value.shape)
         ]
-        sizes = list(value.shape)
-        for i, size in enumerate(sizes):
-            if not isinstance(size, int):
-                key = size.value or (value.name, i)
-                sizes[i] = self._numbers.setdefault(key, self._first + 2 * len(self._numbers))
-        self._dimensions.append(names)
-        example = torch.zeros(sizes, dtype=TYPES[value.dtype])
-        return Value(recorder.stand_in(example, [name is not None for name in names]), name=value.name or "")
-
-    def names(self, inputs: list[Value]) -> dict[str, str]:
-        """Symbols, and the names that they stand for."""
-        found: dict[str, str] = {}
-        for value, names in zip(inputs, self._dimensions, strict=True):
-            for size, name in zip(value.tensor.shape, names, strict=True):
-                if name is not None and isinstance(size, torch.SymInt):
-                    found.setdefault(str(size.node.expr), name)
-        return found
+        is_dynamic = [not isinstance(size, int) for size in value.shape]
+        tensor = recorder.stand_in(torch.zeros(sizes, dtype=TYPES[value.dtype]), is_dynamic)
+        for i, (size, symbol) in enumerate(zip(value.shape, tensor.shape, strict=True)):
+            if isinstance(symbol, torch.SymInt) and not isinstance(size, int):
+                self.names.setdefault(str(symbol.node.expr), str(size.value or f"{value.name}_{i}"))
+        return Value(tensor, name=value.name or "")

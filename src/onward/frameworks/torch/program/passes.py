@@ -30,7 +30,7 @@ def simplify(steps: list[ProgramStep], outputs: list[Value]) -> list[ProgramStep
     output_values = set(outputs)
     for step in steps:
         if step.function in _MOVES and step not in moved:
-            chain = [step]  # calls that move elements, with nobody else reading what they give
+            chain = [step]  # each result has one reader, the next call
             while (result := chain[-1].results[0]) not in output_values:
                 following = readers.get(result, [])
                 if len(following) != 1 or following[0].function not in _MOVES:
@@ -49,11 +49,11 @@ def _shorten(chain: list[ProgramStep]) -> None:
     """Replace parts of a chain by fewer calls, the longest parts first."""
     for length in range(len(chain), 1, -1):
         for start in range(len(chain) - length + 1):
-            part = chain[start : start + length]
-            calls = _shortest_calls(part[0].arguments[0], part[-1].results[0])
+            old = chain[start : start + length]
+            calls = _shortest_calls(old[0].arguments[0], old[-1].results[0])
             if calls is not None and len(calls) < length:
-                value: Value = part[0].arguments[0]
-                for step, (method, arguments) in zip(part[-len(calls) :], calls, strict=True):
+                value: Value = old[0].arguments[0]
+                for step, (method, arguments) in zip(old[-len(calls) :], calls, strict=True):
                     step.function = f"torch.Tensor.{method}"
                     step.arguments, step.named, step.call = [value, *arguments], {}, _MOVES[step.function]
                     source, value = value, step.results[0]

@@ -1,4 +1,4 @@
-"""Optimizer, scheduler and loss as expressions that make them."""
+"""Expressions that create an optimizer, a scheduler and a loss."""
 
 from __future__ import annotations
 
@@ -20,119 +20,116 @@ from onward.frameworks.torch.program.recording import defaults_of
 from onward.vocabulary import rate_formulas
 from onward.vocabulary.torch_schedules import one_cycle, one_cycle_arguments
 
-_USUAL = ("params", "foreach", "fused", "capturable", "differentiable", "maximize")
-"""Settings that only say how PyTorch computes, or are left out unless they are on."""
+_IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable", "maximize")
+"""Settings that select an implementation, written only where they are on."""
+_WIDTH = 80
 
 
 class Definitions:
-    """Texts of functions, and what of our own classes they need."""
+    """Functions of a program, and what they need of Onward's own classes."""
 
     def __init__(self) -> None:
         self.borrowed: list[Any] = []
+        """Classes and functions whose source the program must contain."""
         self.replaced: dict[str, str] = {}
+        """Name -> text of definitions that differ from Onward's own."""
 
-    def optimizer(self, made: Optimizer, module: nn.Module) -> list[str]:
-        """Lines that return the optimizer of a `module`."""
-        if isinstance(made, MasterWeights):
-            return self._of_copies(made, module)
-        names = {id(x): name for name, x in module.named_parameters()}
-        *lines, whole = self._made(made, names, _all_of(made, names, module))
-        if "named[" in "".join(lines):
-            lines.insert(0, "named = dict(module.named_parameters())")
-        if not clips_of(made):
-            return [*lines, f"return {whole}"]
-        return [*lines, f"optimizer = {whole}", "optimizer.register_step_pre_hook(clip)", "return optimizer"]
+    def optimizer(self, optimizer: Optimizer, module: nn.Module) -> list[str]:
+        """Return lines that create and return the optimizer of a `module`."""
+        named, inner = dict(module.named_parameters()), clipped_optimizer(optimizer)
+        hook = ["optimizer.register_step_pre_hook(clip)"] if clips_of(inner) else []
+        if isinstance(optimizer, MasterWeights):
+            self.borrowed += [float32_copies, MasterWeights]
+            optimizer.settle()
+            names = {id(optimizer.copies[x]): name for name, x in named.items() if x in optimizer.copies}
+            has_all = _all_parameters(inner, names, module) == "module.parameters()"
+            *lines, expression = self._optimizer(inner, names, "named.values()" if has_all else None)
+            start = ["parameters = dict(module.named_parameters())", "named = float32_copies(parameters)"]
+            end = [f"optimizer = {expression}", *hook, "return MasterWeights(optimizer, parameters, named)"]
+        else:
+            names = {id(x): name for name, x in named.items()}
+            *lines, expression = self._optimizer(optimizer, names, _all_parameters(optimizer, names, module))
+            start = ["named = dict(module.named_parameters())"] if "named[" in "".join(lines) else []
+            end = [f"optimizer = {expression}", *hook, "return optimizer"] if hook else [f"return {expression}"]
+        return [*start, *lines, *end]
 
-    def _of_copies(self, made: MasterWeights, module: nn.Module) -> list[str]:
-        """The optimizer of copies is made of these, as others are of the parameters."""
-        self.borrowed += [float32_copies, MasterWeights]
-        made.settle()
-        names = {id(made.copies[x]): name for name, x in module.named_parameters() if x in made.copies}
-        has_all = _all_of(made.inner, names, module) == "module.parameters()"
-        *lines, whole = self._made(made.inner, names, "named.values()" if has_all else None)
-        hook = ["optimizer.register_step_pre_hook(clip)"] if clips_of(made.inner) else []
-        return [
-            "parameters = dict(module.named_parameters())",
-            "named = float32_copies(parameters)",
-            *lines,
-            f"optimizer = {whole}",
-            *hook,
-            "return MasterWeights(optimizer, parameters, named)",
-        ]
+    def _optimizer(self, optimizer: Optimizer, names: Mapping[int, str], parameters: str | None) -> list[str]:
+        """Return lines, and last the expression of the optimizer.
 
-    def _made(self, made: Optimizer, names: Mapping[int, str], plain: str | None) -> list[str]:
-        """Lines, and the expression that makes the optimizer; `plain` is of all parameters, if one group has them."""
-        parts = made.optimizers if isinstance(made, Together) else [made]
+        `parameters` is an expression for all parameters, if one group has them.
+        """
+        members = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
         lines = []
         texts: list[str] = []
-        for part, groups in zip(parts, _parameter_names(made, names), strict=True):
-            common = _settings(part, part.param_groups[0])
-            if plain is not None:
-                given = plain
-            else:
-                given = "groups" if len(parts) == 1 else f"groups_{len(texts) + 1}"
-                rows = (_group(part, own, group, common) for own, group in zip(groups, part.param_groups, strict=True))
-                lines += [f"{given} = [", *(f"    {line}" for row in rows for line in row), "]"]
-            texts.append(f"{self._class(type(part))}({given}, {_keywords(common)})")
-        if isinstance(made, Together):
-            self.borrowed.append(Together)
-        return [*lines, f"Together([{', '.join(texts)}])" if isinstance(made, Together) else texts[0]]
+        for member, groups in zip(members, _parameter_names(optimizer, names), strict=True):
+            common = _settings(member, member.param_groups[0])
+            argument = parameters or ("groups" if len(members) == 1 else f"groups_{len(texts) + 1}")
+            if parameters is None:
+                rows = [_group(member, *row, common) for row in zip(groups, member.param_groups, strict=True)]
+                lines += [f"{argument} = [", *(f"    {line}" for row in rows for line in row), "]"]
+            texts.append(f"{self._class(type(member))}({argument}, {_keywords(common)})")
+        if not isinstance(optimizer, Together):
+            return [*lines, *texts]
+        self.borrowed.append(Together)
+        return [*lines, f"Together([{', '.join(texts)}])"]
 
-    def _class(self, kind: type[Any]) -> str:
-        if issubclass(kind, ExactOptimizer):
-            self.borrowed.append(kind)
-            return kind.__name__
-        if not hasattr(torch.optim, kind.__name__):
+    def _class(self, optimizer_class: type[Any]) -> str:
+        name = optimizer_class.__name__
+        if issubclass(optimizer_class, ExactOptimizer):
+            self.borrowed.append(optimizer_class)
+            return name
+        if not hasattr(torch.optim, name):
             raise UnsupportedError(
-                f"a program of PyTorch alone cannot have a {kind.__name__}, which executes a graph",
-                hint="keep the training model, or use one of torch.optim",
+                f"a program of PyTorch alone cannot contain a {name}, which executes a graph",
+                hint="keep the training model, or use an optimizer of torch.optim",
             )
-        return f"torch.optim.{kind.__name__}"
+        return f"torch.optim.{name}"
 
-    def clip(self, made: Optimizer) -> list[str]:
-        """The function that an optimizer calls before it steps, if there is one."""
-        hooks = clips_of(clipped_optimizer(made))
+    def clip(self, optimizer: Optimizer) -> list[str]:
+        """Return the function that clips before a step, or nothing."""
+        hooks = clips_of(clipped_optimizer(optimizer))
         if not hooks:
             return []
         settings = hooks[0].settings
-        kind = next(key for key in ("value", "norm", "tensor_norm") if key in settings)
-        function = "nn.utils.clip_grad_value_" if kind == "value" else "nn.utils.clip_grad_norm_"
-        if kind != "value" and settings.get("variant") == "optax":
+        key = next(key for key in ("value", "norm", "tensor_norm") if key in settings)
+        function = "nn.utils.clip_grad_value_" if key == "value" else "nn.utils.clip_grad_norm_"
+        if key != "value" and settings.get("variant") == "optax":
             self.borrowed.append(scale_to_norm)
             function = scale_to_norm.__name__
-        call = f"{function}(parameters, {number(float(settings[kind]))})"
-        each = ["for parameter in parameters:", f"    {call.replace('parameters', '[parameter]')}"]
+        limit = number(float(settings[key]))
+        calls = [f"{function}(parameters, {limit})"]
+        if key == "tensor_norm":
+            calls = ["for parameter in parameters:", f"    {function}([parameter], {limit})"]
         return [
             "def clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:",
-            '    """Clip gradients, before each step of the optimizer."""',
+            '    """Clip gradients before each step of the optimizer."""',
             '    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]',
-            *(f"    {line}" for line in (each if kind == "tensor_norm" else [call])),
+            *(f"    {line}" for line in calls),
         ]
 
     # ---- schedulers --------------------------------------------------------------------------------------------------
 
-    def scheduler(self, made: LRScheduler) -> str:
-        kind = type(made)
-        if isinstance(made, lr_scheduler.LambdaLR):
-            return self._by_formula(made)
-        if isinstance(made, lr_scheduler.SequentialLR):
-            inner = ", ".join(map(self.scheduler, made._schedulers))
-            return f"lr_scheduler.SequentialLR(optimizer, [{inner}], {made._milestones!r})"
-        if isinstance(made, lr_scheduler.OneCycleLR):
-            groups = made.optimizer.param_groups
-            arguments = one_cycle_arguments(one_cycle(vars(made), groups[0])[0][0].options, 0) or {}
+    def scheduler(self, scheduler: LRScheduler) -> str:
+        """Return the expression of a scheduler."""
+        scheduler_class = type(scheduler)
+        if isinstance(scheduler, lr_scheduler.LambdaLR):
+            return self._factors(scheduler.lr_lambdas)
+        if isinstance(scheduler, lr_scheduler.SequentialLR):
+            inner = ", ".join(map(self.scheduler, scheduler._schedulers))
+            return f"lr_scheduler.SequentialLR(optimizer, [{inner}], {scheduler._milestones!r})"
+        if isinstance(scheduler, lr_scheduler.OneCycleLR):
+            groups = scheduler.optimizer.param_groups
+            arguments = one_cycle_arguments(one_cycle(vars(scheduler), groups[0])[0][0].options, 0) or {}
             rates = {"max_lr": [group["max_lr"] for group in groups]}
             return f"lr_scheduler.OneCycleLR(optimizer, {_keywords({**rates, **arguments})})"
-        names = [name for name in inspect.signature(kind).parameters if name not in ("optimizer", "last_epoch")]
-        settings = {name: getattr(made, name) for name in names}
-        if isinstance(made, lr_scheduler.MultiStepLR):
-            settings["milestones"] = sorted(made.milestones.elements())
-        return f"lr_scheduler.{kind.__name__}(optimizer, {_keywords(settings)})"
+        names = inspect.signature(scheduler_class).parameters
+        settings = {name: getattr(scheduler, name) for name in names if name not in ("optimizer", "last_epoch")}
+        if isinstance(scheduler, lr_scheduler.MultiStepLR):
+            settings["milestones"] = sorted(scheduler.milestones.elements())
+        return f"lr_scheduler.{scheduler_class.__name__}(optimizer, {_keywords(settings)})"
 
-    def _by_formula(self, made: lr_scheduler.LambdaLR) -> str:
-        factors: list[rate_formulas.Factor] = made.lr_lambdas
-        schedules = factors[0].schedules
-        used = {schedule["name"]: rate_formulas.RATES[schedule["name"]] for schedule in schedules}
+    def _factors(self, factors: list[rate_formulas.Factor]) -> str:
+        used = {schedule["name"]: rate_formulas.RATES[schedule["name"]] for schedule in factors[0].schedules}
         self.borrowed += [*used.values(), rate_formulas.Factor]
         table = ", ".join(f'"{name}": {function.__name__}' for name, function in used.items())
         self.replaced["RATES"] = f"RATES = {{{table}}}"
@@ -141,19 +138,18 @@ class Definitions:
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
-    def loss(self, made: nn.Module) -> str:
-        """What makes a loss again."""
-        kind = type(made)
-        given = {}
-        for name, parameter in inspect.signature(kind).parameters.items():
-            value = getattr(made, name, parameter.default)
+    def loss(self, loss: nn.Module) -> str:
+        """Return the expression of a loss."""
+        loss_class = type(loss)
+        arguments = []
+        for name, parameter in inspect.signature(loss_class).parameters.items():
+            value = getattr(loss, name, parameter.default)
             if parameter.default is parameter.empty or not _equal(value, parameter.default):
-                given[name] = self._argument(value)
-        ours = kind.__module__.startswith("onward")
-        if ours:
-            self.borrowed.append(kind)
-        arguments = ", ".join(f"{name}={text}" for name, text in given.items())
-        return f"{'' if ours else 'nn.'}{kind.__name__}({arguments})"
+                arguments.append(f"{name}={self._argument(value)}")
+        is_ours = loss_class.__module__.startswith("onward")
+        if is_ours:
+            self.borrowed.append(loss_class)
+        return f"{'' if is_ours else 'nn.'}{loss_class.__name__}({', '.join(arguments)})"
 
     def _argument(self, value: Any) -> str:
         if isinstance(value, nn.ModuleList):
@@ -165,25 +161,24 @@ class Definitions:
         return _text(value)
 
 
-def schedules_of(made: LRScheduler | None) -> list[str]:
-    """The line that says what schedules a formula is of."""
-    if not isinstance(made, lr_scheduler.LambdaLR):
+def schedules_of(scheduler: LRScheduler) -> list[str]:
+    """Return the line that defines the schedules of a `Factor`, or nothing."""
+    if not isinstance(scheduler, lr_scheduler.LambdaLR):
         return []
-    rows = ", ".join(
-        "{" + ", ".join(f'"{k}": {_text(v)}' for k, v in row.items()) + "}" for row in made.lr_lambdas[0].schedules
-    )
-    return [f"schedules = [{rows}]"]
+    schedules = scheduler.lr_lambdas[0].schedules
+    rows = ("{" + ", ".join(f'"{k}": {_text(v)}' for k, v in row.items()) + "}" for row in schedules)
+    return [f"schedules = [{', '.join(rows)}]"]
 
 
-def _parameter_names(made: Optimizer, names: Mapping[int, str]) -> list[list[list[str]]]:
-    """The names of parameters, by groups of each part."""
-    parts = made.optimizers if isinstance(made, Together) else [made]
-    return [[[names[id(p)] for p in group["params"]] for group in part.param_groups] for part in parts]
+def _parameter_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[list[str]]]:
+    """Return parameter names by optimizer and group."""
+    members = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
+    return [[[names[id(p)] for p in group["params"]] for group in member.param_groups] for member in members]
 
 
-def _all_of(made: Optimizer, by_id: Mapping[int, str], module: nn.Module) -> str | None:
-    """What all parameters are called, where one group has them in their order."""
-    listed = _parameter_names(made, by_id)
+def _all_parameters(optimizer: Optimizer, by_id: Mapping[int, str], module: nn.Module) -> str | None:
+    """Return an expression for all parameters, if one group has them in order."""
+    listed = _parameter_names(optimizer, by_id)
     if len(listed) > 1 or len(listed[0]) > 1:
         return None
     names = listed[0][0]
@@ -194,28 +189,33 @@ def _all_of(made: Optimizer, by_id: Mapping[int, str], module: nn.Module) -> str
     return None
 
 
-def _settings(part: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group was told, at the beginning of its schedule."""
-    kind = type(part)
-    known = {**kind.COMMON, **kind.SETTINGS} if issubclass(kind, ExactOptimizer) else inspect.signature(kind).parameters
-    told = {key: value for key, value in group.items() if key in known and (key not in _USUAL or value is True)}
-    if issubclass(kind, ExactOptimizer):
-        told = {key: value for key, value in told.items() if key not in kind.COMMON or value != kind.COMMON[key]}
-    usual = defaults_of(kind)
-    plain = {key: value for key, value in told.items() if value is not False or key == "decoupled_weight_decay"}
-    plain = {key: value for key, value in plain.items() if value != 0 or usual.get(key, value) != 0}
-    if not issubclass(kind, ExactOptimizer) and not plain.get("decoupled_weight_decay"):
-        plain.pop("decoupled_weight_decay", None)
-    return {**plain, "lr": group.get("initial_lr", group["lr"])}
+def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group, with its initial learning rate, without those that are off by default."""
+    optimizer_class = type(optimizer)
+    common: dict[str, Any] = {}
+    names, defaults = inspect.signature(optimizer_class).parameters.keys(), defaults_of(optimizer_class)
+    if issubclass(optimizer_class, ExactOptimizer):
+        common = optimizer_class.COMMON
+        defaults = {**common, **optimizer_class.SETTINGS}
+        names = defaults.keys()
+    settings = {
+        key: value
+        for key, value in group.items()
+        if key in names
+        and (key not in _IMPLEMENTATION or value is True)
+        and (key not in common or value != defaults[key])
+        and (value != 0 or defaults.get(key, value) != 0)
+    }
+    return {**settings, "lr": group.get("initial_lr", group["lr"])}
 
 
-def _group(part: Optimizer, names: list[str], group: Mapping[str, Any], common: Mapping[str, Any]) -> list[str]:
-    """A group as a dictionary, with the settings that are its own."""
-    own = {**{key: group[key] for key in common}, **_settings(part, group)}
-    different = {key: value for key, value in own.items() if key not in common or not _equal(value, common[key])}
+def _group(optimizer: Optimizer, names: list[str], group: Mapping[str, Any], common: Mapping[str, Any]) -> list[str]:
+    """Return a group as a dictionary, with the settings that differ from the common ones."""
+    settings = {**{key: group[key] for key in common}, **_settings(optimizer, group)}
+    different = {key: value for key, value in settings.items() if key not in common or not _equal(value, common[key])}
     other = "".join(f', "{key}": {_text(value)}' for key, value in different.items())
     rows = [""]
-    for text in map(quote, names):  # side by side, in as many lines as they need
+    for text in map(quote, names):
         rows += [""] if rows[-1] and len(rows[-1]) + len(text) > _WIDTH else []
         rows[-1] += f"{text}, "
     rows = [row.rstrip() for row in rows[:-1]] + [rows[-1].removesuffix(", ")]
@@ -223,9 +223,6 @@ def _group(part: Optimizer, names: list[str], group: Mapping[str, Any], common: 
         return [f'{{"params": [named[name] for name in [{rows[0]}]]{other}}},']
     return ["{", '    "params": [', "        named[name]", "        for name in [",
             *(f"            {row}" for row in rows), "        ]", f"    ]{other}", "},"]  # fmt: skip
-
-
-_WIDTH = 80
 
 
 def _keywords(settings: Mapping[str, Any]) -> str:

@@ -15,20 +15,20 @@ import torch
 
 
 def make_steps(run: Any, batch: str) -> list[float]:
-    """Train as the heading of a program says, and return the losses."""
+    """Train like the loop in the heading of a program, and return the losses."""
     module, optimizer, scheduler, loss = run
     with np.load(batch) as arrays:
         settings = json.loads(str(arrays["settings"]))
-        given = {name: torch.from_numpy(arrays[str(i)]) for i, name in enumerate(settings["names"])}
+        tensors = {name: torch.from_numpy(arrays[str(i)]) for i, name in enumerate(settings["names"])}
     module.train()
     losses = []
     for i in range(settings["steps"]):
-        outputs = module(*(given[name] for name in settings["inputs"]))
-        parts = [
-            (outputs[output] if isinstance(outputs, dict) else outputs, *(given[name] for name in targets))
+        outputs = module(*(tensors[name] for name in settings["inputs"]))
+        terms = [
+            (outputs[output] if isinstance(outputs, dict) else outputs, *(tensors[name] for name in targets))
             for output, targets in settings["terms"]
         ]
-        value = loss(outputs) if settings["is_own"] else loss(*parts[0]) if len(parts) == 1 else loss(*parts)
+        value = loss(outputs) if settings["is_own"] else loss(*terms[0]) if len(terms) == 1 else loss(*terms)
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
@@ -44,15 +44,15 @@ def main(program: str, state: str, inputs: str, results: str, batch: str = "") -
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     model = module.load(state)[0]
-    given = torch.load(inputs, weights_only=True)
-    found: dict[str, torch.Tensor] = {}
-    if given is not None:
+    tensors = torch.load(inputs, weights_only=True)
+    outputs: dict[str, torch.Tensor] = {}
+    if tensors is not None:
         with torch.no_grad():
-            made = model.eval()(*given)
-        found = made if isinstance(made, dict) else {"": made}
+            result = model.eval()(*tensors)
+        outputs = result if isinstance(result, dict) else {"": result}
     shapes = {name: list(x.shape) for name, x in model.state_dict().items()}
     losses = make_steps(module.load(state), batch) if batch else []
-    torch.save({"state": shapes, "outputs": found, "losses": losses}, results)
+    torch.save({"state": shapes, "outputs": outputs, "losses": losses}, results)
 
 
 if __name__ == "__main__":
