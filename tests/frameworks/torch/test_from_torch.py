@@ -433,7 +433,7 @@ def test_a_module_that_is_refused(module, x, message):
 
 def test_inputs_that_are_not_there(small):
     net, module = small
-    with pytest.raises(UnknownNameError, match="there is no input `inputs`") as caught:
+    with pytest.raises(UnknownNameError, match="the module has no input `inputs`") as caught:
         capture_module(net, torch.randn(2, 3), {"inputs": {0: "batch"}})
     assert "`input`" in caught.value.hint
     for wrong in [(), (torch.randn(2, 3),) * 2]:

@@ -22,8 +22,6 @@ SIGNS = {
     "**": POWER,
 }
 PREFIXES = {"neg": "-", "not": "~"}
-
-
 _DEFAULTS = {"dilations": 1, "strides": 1, "pads": 0}
 
 
@@ -93,14 +91,13 @@ class Printer:
     def call(self, function: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> Expression:
         positional = [self.value(argument) for argument in arguments]
         keywords = {key: self.value(value) for key, value in named.items()}
-        texts = [*(part.text for part in positional), *(f"{key}={part.text}" for key, part in keywords.items())]
-        depth = 1 + max((part.depth for part in (*positional, *keywords.values())), default=0)
+        texts = [*(x.text for x in positional), *(f"{key}={x.text}" for key, x in keywords.items())]
+        depth = 1 + max((x.depth for x in (*positional, *keywords.values())), default=0)
         return Expression(f"{function}({', '.join(texts)})", ATOM, depth)
 
     # ---- arguments ---------------------------------------------------------------------------------------------------
 
     def value(self, argument: Any) -> Expression:
-        """Return any argument as an expression."""
         if isinstance(argument, Value):
             return self._name(argument)
         if isinstance(argument, Expression):
@@ -108,10 +105,10 @@ class Printer:
         if isinstance(argument, Extent):
             return self._size(*argument.parts)
         if isinstance(argument, list | tuple):
-            parts = [self.value(item) for item in argument]
-            inside = ", ".join(part.text for part in parts)
-            text = f"[{inside}]" if isinstance(argument, list) else f"({inside}{',' if len(parts) == 1 else ''})"
-            return Expression(text, ATOM, max((part.depth for part in parts), default=0))
+            items = [self.value(item) for item in argument]
+            inside = ", ".join(item.text for item in items)
+            text = f"[{inside}]" if isinstance(argument, list) else f"({inside}{',' if len(items) == 1 else ''})"
+            return Expression(text, ATOM, max((item.depth for item in items), default=0))
         if isinstance(argument, bool | int | float | np.generic):
             return Expression(number(argument, self.special))
         if argument is None or argument is Ellipsis or isinstance(argument, str):

@@ -12,22 +12,22 @@ class OperatorArguments(NamedTuple):
     """Arguments of an operator."""
 
     inputs: Sequence[Any]
-    known: Sequence[Any]
-    """Inputs that are known while the program is written, as lists and numbers; None for others."""
+    constants: Sequence[Any]
+    """Constant inputs as lists and numbers; None for others."""
     attributes: Mapping[str, Any]
     shape: Sequence[Any] | None
     """Sizes of the first input, if they are known."""
     result: Sequence[Any] | None = None
     """Sizes of the result, if they are known."""
 
-    def known_input(self, index: int) -> Any:
-        """Return an optional input as a list."""
-        value = self.known[index] if index < len(self.known) else None
+    def constant(self, index: int) -> Any:
+        """Return an optional constant input as a list."""
+        value = self.constants[index] if index < len(self.constants) else None
         return value if value is None or isinstance(value, list) else [value]
 
 
 Form = Callable[[OperatorArguments, Mapping[str, str]], ProgramStep | Value | None]
-"""Short form of an operator: a value if it does nothing, None if there is no short form."""
+"""Short form of an operator: a call, a value if the operator does nothing, or None."""
 
 
 class Dialect(NamedTuple):
@@ -42,14 +42,9 @@ class Dialect(NamedTuple):
     def short_form(self, operator: str, arguments: OperatorArguments, is_float: bool) -> ProgramStep | Value | None:
         """Return the short call for an operator, or None. `is_float` describes the first tensor."""
         form = self.own.get(operator, _FORMS.get(operator))
-        if (
-            form is None
-            or None in arguments.inputs
-            or operator in self.without
-            or (operator in _FLOATS and not is_float)
-        ):
+        if form is None or None in arguments.inputs or operator in self.without:
             return None
-        return form(arguments, self.functions)
+        return None if operator in _FLOATS and not is_float else form(arguments, self.functions)
 
 
 def _call(function: str, *arguments: Any, **named: Any) -> ProgramStep:
@@ -77,7 +72,7 @@ def _gemm(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep
 
 def _reduction(function: str) -> Form:
     def form(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
-        axes = given.known_input(1)
+        axes = given.constant(1)
         if (len(given.inputs) > 1 and axes is None) or given.attributes.get("noop_with_empty_axes"):
             return None
         keepdims = {"keepdims": True} if given.attributes.get("keepdims", 1) else {}
@@ -88,14 +83,14 @@ def _reduction(function: str) -> Form:
 
 def _by_axes(function: str) -> Form:
     def form(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
-        axes = given.known_input(1)
+        axes = given.constant(1)
         return None if axes is None else _call(functions[function], given.inputs[0], _axes(axes))
 
     return form
 
 
 def _reshape(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
-    sizes = given.known_input(1)
+    sizes = given.constant(1)
     if not sizes:
         return None
     if not given.attributes.get("allowzero") and any(_is(size, 0) for size in sizes):
@@ -120,7 +115,7 @@ def _transpose(given: OperatorArguments, functions: Mapping[str, str]) -> Progra
 
 
 def _gather(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | None:
-    index, axis = given.known[1], given.attributes.get("axis", 0)
+    index, axis = given.constants[1], given.attributes.get("axis", 0)
     if not isinstance(index, int) or given.shape is None:
         return None
     return _call("[]", given.inputs[0], [*[slice(None)] * (axis % len(given.shape)), index])
@@ -131,9 +126,9 @@ _FAR = 2**31 - 1
 
 
 def _slice(given: OperatorArguments, _: Mapping[str, str]) -> ProgramStep | Value | None:
-    if given.shape is None or any(known is None for known in given.known[1:]):
+    if given.shape is None or None in given.constants[1:]:
         return None
-    slices = slice_places(given.shape, *given.known[1:])
+    slices = slice_places(given.shape, *given.constants[1:])
     return None if slices is None else _call("[]", given.inputs[0], slices) if slices else given.inputs[0]
 
 
@@ -159,16 +154,8 @@ def slice_places(
     return slices
 
 
-def _concat(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep:
-    return _call(functions["concatenate"], list(given.inputs), given.attributes["axis"])
-
-
 def _expand(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep | None:
     return None if given.result is None else _call(functions["broadcast_to"], given.inputs[0], tuple(given.result))
-
-
-def _log_softmax(given: OperatorArguments, functions: Mapping[str, str]) -> ProgramStep:
-    return _call(functions["log_softmax"], given.inputs[0], given.attributes.get("axis", -1))
 
 
 def _axes(axes: Sequence[int]) -> Any:
@@ -201,8 +188,8 @@ _FORMS: dict[str, Form] = {
     "Expand": _expand,
     "Gather": _gather,
     "Slice": _slice,
-    "Concat": _concat,
-    "LogSoftmax": _log_softmax,
+    "Concat": lambda given, names: _call(names["concatenate"], list(given.inputs), given.attributes["axis"]),
+    "LogSoftmax": lambda given, names: _call(names["log_softmax"], given.inputs[0], given.attributes.get("axis", -1)),
 }
 _FLOATS = ("Div", "Gemm", "ReduceSum", "ReduceMean")
 """Operators that round integers differently."""

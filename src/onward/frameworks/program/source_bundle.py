@@ -32,11 +32,11 @@ class SourceBundle:
         taken: Iterable[str] = (),
         annotated: bool = True,
     ):
-        """`instead` maps modules to the ones whose definitions replace theirs, `module:name` for
-        another name.
+        """Take replacements of definitions, names in use, and what to do with annotations.
 
-        `replaced` has texts of definitions by name. Names in `taken` are not used. Without
-        `annotated`, annotations of arguments are dropped.
+        `instead` maps a module to another one, or `module.name` to `module:name`. `replaced` has texts
+        of definitions by name. Names in `taken` are not used. Without `annotated`, annotations of
+        arguments are dropped.
         """
         self._instead = instead or {}
         self._replaced = replaced or {}
@@ -53,7 +53,7 @@ class SourceBundle:
         """Return the import lines of the definitions."""
         return list(self._imports)
 
-    # ---- what is asked for -------------------------------------------------------------------------------------------
+    # ---- definitions -------------------------------------------------------------------------------------------------
 
     def add(self, *objects: Any) -> None:
         """Add functions and classes under their own names."""
@@ -69,12 +69,12 @@ class SourceBundle:
         """
         module, _, other = self._instead.get(f"{module}.{name}", self._instead.get(module, module)).partition(":")
         name = other or name
-        if (known := self._names.get((module, name))) is not None:
-            if called is None or called == known:
-                return known
-            self._texts[called] = f"{called} = {known}"
+        if (unique := self._names.get((module, name))) is not None:
+            if called is None or called == unique:
+                return unique
+            self._texts[called] = f"{called} = {unique}"
             return called
-        source = _Module.of(module)
+        source = _module(module)
         statement = source.definitions.get(name)
         if statement is None:
             raise UnsupportedError(f"`{module}` has no definition of `{name}` that can be written to a file")
@@ -92,7 +92,7 @@ class SourceBundle:
         self, called: str, module: str, expression: ast.expr, defaults: Mapping[str, str] | None = None
     ) -> None:
         """Add a name for an expression of a module."""
-        text = self._copy(_Module.of(module), expression, {}, defaults)
+        text = self._copy(_module(module), expression, {}, defaults)
         self._taken.add(called)
         self._texts[called] = _as_function(called, text) if isinstance(expression, ast.Lambda) else f"{called} = {text}"
 
@@ -103,7 +103,7 @@ class SourceBundle:
         renamed: Mapping[str, str],
         defaults: Mapping[str, str] | None,
     ) -> str:
-        """Return the text of a node of a module, with names as they are here."""
+        """Return the text of a node of a module, with the names of this bundle."""
         inner = (statement for statement in ast.walk(node) if isinstance(statement, ast.ImportFrom))
         if any(str(statement.module).startswith(_OURS) for statement in inner):
             raise UnsupportedError(
@@ -134,7 +134,12 @@ class SourceBundle:
 
 def parse_module(name: str) -> ast.Module:
     """Return the syntax tree of a module."""
-    return _Module.of(name).tree
+    return _module(name).tree
+
+
+@functools.cache
+def _module(name: str) -> _Module:
+    return _Module(name)
 
 
 class _Module:
@@ -146,11 +151,6 @@ class _Module:
         self._lines = self._text.splitlines()
         self.tree = ast.parse(self._text)
         self.definitions = {name: statement for statement in self.tree.body for name in _defined_names(statement)}
-
-    @classmethod
-    @functools.cache
-    def of(cls, name: str) -> _Module:
-        return cls(name)
 
     def completing(self, name: str) -> Iterator[str]:
         """Yield functions that a decorator attaches to this one: `@softmax.defjvp`."""

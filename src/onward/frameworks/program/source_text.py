@@ -140,17 +140,17 @@ def indent(lines: Iterable[str]) -> list[str]:
 
 
 def break_lines(text: str) -> str:
-    return "\n".join(part for line in text.split("\n") for part in _break_line(line))
+    return "\n".join(piece for line in text.split("\n") for piece in _break_line(line))
 
 
 def _break_line(line: str) -> list[str]:
     """Return a line, or its last call with one argument per line."""
     if len(line) <= WIDTH or not line.endswith((")", "]", "}", "):", ") -> None:")):
         return [line]
-    opened = _opening(line)
-    if opened is None:
+    bracket = _longest_bracket(line)
+    if bracket is None:
         return [line]
-    begin, end = opened
+    begin, end = bracket
     indent = " " * (len(line) - len(line.lstrip()))
     arguments = _arguments(line[begin + 1 : end])
     together = f"{indent}    {', '.join(arguments)}"
@@ -158,7 +158,7 @@ def _break_line(line: str) -> list[str]:
     inner = [together] if len(arguments) == 1 else inner  # a comma would make a tuple of what is in brackets
     return [
         line[: begin + 1],
-        *(part for inner_line in inner for part in _break_line(inner_line)),
+        *(piece for inner_line in inner for piece in _break_line(inner_line)),
         f"{indent}{line[end:]}",
     ]
 
@@ -173,7 +173,7 @@ def mask_texts(line: str) -> str:
     return _TEXT.sub(lambda match: "_" * len(match[0]), line)
 
 
-def _opening(line: str) -> tuple[int, int] | None:
+def _longest_bracket(line: str) -> tuple[int, int] | None:
     """Return the start and end of the longest outermost bracket."""
     outer = [(i, character) for i, character, depth in _depths(line) if not depth]
     opened = [i for i, character in outer if character in "([{"]

@@ -32,7 +32,7 @@ def can_try() -> bool:
 
 
 def try_out(script: str, *files: Path, environment: Mapping[str, str] | None = None) -> bool:
-    """Run one of our scripts on these files. Return False if there is no interpreter."""
+    """Run one of our scripts on these files. Return False without an interpreter."""
     if not can_try():
         return False
     # -P: the folder of the script must not become a source of modules. -B: nothing is written beside the program.

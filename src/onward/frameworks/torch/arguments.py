@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,15 @@ class Flat(nn.Module):  # type: ignore[misc]
             if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
                 outputs[name] = x.float()
         return outputs
+
+
+def defaults_of(call: Callable[..., Any] | None) -> dict[str, Any]:
+    """Return the defaults of a function's parameters; none for a function without a signature."""
+    try:
+        parameters = inspect.signature(call).parameters.values() if call is not None else ()
+    except (TypeError, ValueError):  # written in C
+        return {}
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

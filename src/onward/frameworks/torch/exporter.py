@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from onward.build import Names
-from onward.errors import DataError, Error, UnknownNameError, UnsupportedError, first_line, suggest
+from onward.errors import DataError, Error, UnknownNameError, UnsupportedError, first_line, suggest_or_list
 from onward.frameworks.randomness import no_chance
 from onward.frameworks.torch.arguments import Flat
 from onward.frameworks.torch.rewrites import rewrite
@@ -99,10 +99,9 @@ def _is_users(filename: str) -> bool:
 
 
 class NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
-    """Mode in which comparisons `torch.rand(()) < 0` are False, as layer drop with probability 0
-    asks.
+    """Mode in which `torch.rand(()) < 0` is False. Layer drop with probability 0 compares so.
 
-    Without it, the exporter takes the comparison for a decision by values.
+    Without it, the exporter takes the comparison for a branch on values.
     """
 
     def __init__(self) -> None:
@@ -122,11 +121,9 @@ class NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
 
 
 def _refuse_weight() -> None:
-    """Refuse the `weight` of an `l1_loss` on the stack, which PyTorch does not pass to modes such
-    as these.
+    """Refuse the `weight` of an `l1_loss` on the stack. PyTorch does not pass it to modes.
 
-    Its exporter traces with them, and the comparison with the module runs under one: both would
-    drop it.
+    Its exporter and our comparison use modes, so both would drop it.
     """
     frame = sys._getframe()
     while (frame := frame.f_back) is not None:  # type: ignore[assignment]
@@ -152,10 +149,7 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
     """Export the graph of a module, without optimization, which would merge equal parameters."""
     for name in dynamic_shapes or ():
         if name not in flat.inputs:
-            input_names = list(flat.inputs)
-            raise UnknownNameError(
-                f"there is no input `{name}`", hint=suggest(name, input_names) or f"one of {', '.join(input_names)}"
-            )
+            raise UnknownNameError(f"the module has no input `{name}`", hint=suggest_or_list(name, flat.inputs))
     axes: dict[str, dict[int, Any]] = {}
     for name, tensor in flat.inputs.items():
         sizes: Any = {0: "batch"} if tensor.ndim and dynamic_shapes is None else (dynamic_shapes or {}).get(name) or {}

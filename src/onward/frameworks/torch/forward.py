@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from onward.agreement.steps import without_dropout
 from onward.analysis.blocks import cut_into_parts
 from onward.engines.torch.types import CODES, from_array, to_array
 from onward.frameworks.torch.capture import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
@@ -31,8 +32,8 @@ from onward.transform.float_type import convert_floats
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 
-LIVE = "take the live module, which computes all of them: `onward.to_torch`"
-"""Hint for models that no program can be written of."""
+LIVE = "use the live module: `onward.to_torch(training)`"
+"""Hint for models that cannot be written as programs."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,7 +111,7 @@ class Graph:
         parts = cut_into_parts(model, learns) if blocks else []
         for name in stored:
             as_input(model.graph, name)
-        if any(part.kind is not None for part in parts):
+        if any(p.kind is not None for p in parts):
             graph.segments = make_segments(program, parts, graph.also)
         return graph
 
@@ -122,9 +123,9 @@ class Graph:
     def names(self) -> list[tuple[str, str]]:
         """Return all names in order, each with the main name of its tensor."""
         names = [(name, name) for name in self.state]
-        others = sorted((place, other, main) for main, also in self.also.items() for other, place in also.items())
-        for place, other, main in others:
-            names.insert(place, (other, main))
+        others = ((index, other, main) for main, also in self.also.items() for other, index in also.items())
+        for index, other, main in sorted(others):
+            names.insert(index, (other, main))
         return names
 
     def __deepcopy__(self, memo: Any) -> Graph:
@@ -138,7 +139,7 @@ class Graph:
 
     def with_state(self, state: Mapping[str, torch.Tensor]) -> Model:
         """Return the model with the tensors of a module."""
-        _, dtype = device_and_type(state, self.program.held)
+        _, dtype = device_and_type(state, self.program.types)
         model = self.model.copy() if dtype is None else convert_floats(self.model, dtype)
         constants = list(model.graph.initializers.values())
         del model.graph.outputs[len(model.graph.outputs) - len(self.inner) :]
@@ -307,7 +308,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         if self.training:
             for counter in self._graph.counters:
                 state[counter] += 1
-        device, _ = device_and_type(state, self._graph.program.held)
+        device, _ = device_and_type(state, self._graph.program.types)
         tensors = {
             n: x if isinstance(x, torch.Tensor) else torch.as_tensor(x, device=device) for n, x in arguments.items()
         }
@@ -321,7 +322,7 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
             return dict(zip(outputs, program.run(tensors, training=self.training), strict=True))
         blocks = iter(self.repeated_blocks())
         for segment in self._graph.segments:
-            arguments = [values[name] for name in segment.given]
+            arguments = [values[name] for name in segment.inputs]
             if segment.piece.is_block:
                 results = next(blocks)(*arguments)
                 results = results if len(segment.piece.makes) > 1 else [results]
@@ -348,14 +349,14 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     def leave_out_dropout(self) -> None:
         """Disable dropout in training."""
-        self._change_programs(Executable.without_dropout)
+        self._change_programs(lambda program: dataclasses.replace(program, model=without_dropout(program.model)))
 
     def sync_batch_norm(self, together: bool = True) -> None:
         """Let BatchNorm in training use the batches of all processes, or only its own.
 
         The processes are those of the default group of torch.distributed, under any strategy.
         """
-        self._change_programs(lambda program: program.normalizing_together(together))
+        self._change_programs(lambda program: dataclasses.replace(program, of_all_processes=together))
 
     def _change_programs(self, change: Callable[[Executable], Executable]) -> None:
         self._graph = self._graph.change_programs(change)
@@ -393,7 +394,7 @@ def _block_paths(graph: Graph) -> dict[str, Segment]:
 
 def _names_read_elsewhere(graph: Graph, home: str, own: Collection[str]) -> dict[str, str]:
     """Return names with the prefix of a block for tensors that are read elsewhere."""
-    read = {name for segment in graph.segments for name in segment.given}
+    read = {name for segment in graph.segments for name in segment.inputs}
     begins = f"{home}."
     return {name: x for name, x in graph.names() if name.startswith(begins) and x in read and x not in own}
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from onward.errors import DataError
 from onward.frameworks.torch import exact
+from onward.frameworks.torch.arguments import defaults_of
 from onward.frameworks.torch.exact import OwnLoss, Scaled, SumOfLosses, Watching
 from onward.model import Model
 from onward.recipe.losses import loss as named_loss
@@ -42,8 +43,7 @@ _OURS = {getattr(exact, row.module): row.name for row in LOSSES if not row.funct
 
 
 def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
-    """Return the loss of a recipe for a module, a function of torch.nn.functional or a partial of
-    one.
+    """Return the loss of a recipe for a module, a function of torch.nn.functional or a partial of one.
 
     `probabilities` is True if the targets of a cross entropy are class probabilities.
     """
@@ -53,12 +53,26 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
     if type(loss) in _OURS:
         settings = {key: getattr(loss, key) for key in named_loss(_OURS[type(loss)]).options}
         return Spec(_OURS[type(loss)], {key: _plain(value) for key, value in settings.items() if value is not None})
-    function = loss.func if isinstance(loss, functools.partial) else loss
+    is_partial = isinstance(loss, functools.partial)
+    function = loss.func if is_partial else loss
     problems = Problems(f"the loss {getattr(function, '__name__', type(function).__name__)}")
-    match = _row_and_settings(loss, problems)
+    row = next((row for row in ROWS if type(loss) is row.module or function is row.function), None)
+    if row is None:
+        problems.add(
+            "its formula is unknown",
+            "use a loss of torch.nn, a function of torch.nn.functional or a `functools.partial` of one; "
+            "or return the loss from the module, and name that output",
+        )
     problems.refuse()
-    assert match is not None
-    row, settings, defaults = match
+    assert row is not None
+    is_module = type(loss) is row.module
+    settings = defaults = defaults_of(row.module if is_module else row.function)
+    if is_module:
+        settings = {name: getattr(loss, name) for name in defaults if name not in _LEGACY}
+    elif is_partial:
+        if loss.args:
+            problems.add("some arguments have no names", "pass the settings by name in `functools.partial`")
+        settings = {**defaults, **loss.keywords}
     options = _options(row, settings, defaults, problems)
     if row.name == "cross_entropy" and probabilities:
         if options.pop("ignore_index") >= 0:
@@ -70,33 +84,6 @@ def read_loss(loss: Any, *, probabilities: bool = False) -> Spec:
     return Spec(row.name, options)
 
 
-def _row_and_settings(loss: Any, problems: Problems) -> tuple[TorchLoss, dict[str, Any], dict[str, Any]] | None:
-    """Return the row of a loss, its settings, and their defaults."""
-    for row in ROWS:
-        if type(loss) is row.module:
-            defaults = _defaults(row.module)
-            return row, {name: getattr(loss, name) for name in defaults if name not in _LEGACY}, defaults
-        function = loss.func if isinstance(loss, functools.partial) else loss
-        if function is row.function:
-            defaults = _defaults(row.function)
-            if not isinstance(loss, functools.partial):
-                return row, defaults, defaults
-            if loss.args:
-                problems.add("some arguments have no names", "pass the settings by name in `functools.partial`")
-            return row, {**defaults, **loss.keywords}, defaults
-    problems.add(
-        "its formula is unknown",
-        "use a loss of torch.nn, a function of torch.nn.functional or a `functools.partial` of one; "
-        "or return the loss from the module, and name that output",
-    )
-    return None
-
-
-def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
 def _options(
     row: TorchLoss, settings: Mapping[str, Any], defaults: Mapping[str, Any], problems: Problems
 ) -> dict[str, Any]:
@@ -105,14 +92,12 @@ def _options(
     for name, value in settings.items():
         if name in defaults_of_recipe:
             if value is not None:
-                options[name] = _plain(value)
+                options[name] = float(value) if isinstance(defaults_of_recipe[name], float) else _plain(value)
         elif value is not defaults[name] and value != defaults[name]:
             problems.add(f"`{name}={value}` has no counterpart", f"leave `{name}` out")
     if options["reduction"] == "none":
         problems.add('it has reduction="none"', 'use `reduction="mean"` or "sum"')
-    return {
-        name: float(value) if isinstance(defaults_of_recipe[name], float) else value for name, value in options.items()
-    }
+    return options
 
 
 def _plain(value: Any) -> Any:
@@ -126,8 +111,7 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
     """Return the loss of a `RunState`: a PyTorch class, or a small module with the formula.
 
     It takes a prediction and its targets; for several terms, the results of the module and all
-    targets. Values that the model computes itself, and `inner` ones, are picked from the results of
-    the module.
+    targets. A loss that the model computes, and `inner` values, come from the results of the module.
     """
     losses, outputs, targets = [], [], []
     problems = Problems("the loss")
@@ -138,15 +122,13 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
             )
             continue
         is_own = term.spec.name == "value"
-        loss = exact.OwnLoss(term.output or "") if is_own else _make(term.spec)
+        loss = OwnLoss(term.output or "") if is_own else _make(term.spec)
         outputs.append(term.output)
         targets.append(len(inspect.signature(loss.forward).parameters) - 1)
-        loss = loss if term.scale == 1 else exact.Scaled(loss, term.scale)
-        losses.append(
-            exact.Watching(term.output, loss) if term.output and term.output in inner and not is_own else loss
-        )
+        loss = loss if term.scale == 1 else Scaled(loss, term.scale)
+        losses.append(Watching(term.output, loss) if term.output and term.output in inner and not is_own else loss)
     problems.refuse()
-    return losses[0] if len(losses) == 1 else exact.SumOfLosses(losses, outputs, targets)
+    return losses[0] if len(losses) == 1 else SumOfLosses(losses, outputs, targets)
 
 
 def _make(spec: Spec) -> nn.Module:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from onward.agreement.steps import without_dropout
 from onward.analysis.blocks import Part, PartInterface, models_of_parts
 from onward.engines.framework_engine import interpreter
 from onward.engines.interpreter import Interpreter
@@ -101,9 +100,7 @@ class _SumOverProcesses(torch.autograd.Function):  # type: ignore[misc]
 def _normalize_together(
     x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsilon: float, statistics: Variance
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return normalized values and the statistics of all processes, whose batches may differ in
-    size.
-    """
+    """Return normalized values and the statistics of all processes. Their batches may differ in size."""
     axes = (0, *range(2, x.ndim))
     wide = x.float() if x.element_size() < 4 else x
     count = wide.new_full((1,), x.numel() // x.shape[1])
@@ -125,10 +122,12 @@ class Executable:
     statistics: Variance
     switched: list[str]
     """Names of normalizations that update their statistics."""
-    held: dict[str, ir.DataType]
-    """Types of the inputs that modules hold."""
+    types: dict[str, ir.DataType]
+    """Types of the inputs that are tensors of modules."""
     of_all_processes: bool = False
     """True if normalizations use the batches of all processes."""
+    _interpreters: dict[Any, Interpreter] = dataclasses.field(default_factory=dict, init=False)
+    _compiled: dict[Any, Recording] = dataclasses.field(default_factory=dict, init=False)
 
     def __deepcopy__(self, memo: Any) -> Executable:
         return self
@@ -140,7 +139,7 @@ class Executable:
     def run(self, tensors: Iterable[Any], *, training: bool) -> list[Any]:
         """Return the outputs for the inputs, both in order."""
         values = dict(zip(self.inputs, tensors, strict=True))
-        device, dtype = device_and_type({name: values[name] for name in self.held}, self.held)
+        device, dtype = device_and_type({name: values[name] for name in self.types}, self.types)
         results = self._interpreter(training, device, dtype)(values)
         return [results[value.name or ""] for value in self.model.graph.outputs]
 
@@ -151,14 +150,6 @@ class Executable:
             compiler = functools.partial(torch.compile, **options)
             self._compiled[key] = Recording(functools.partial(self.run, training=training), tensors, compiler)
         return self._compiled[key](tensors)
-
-    @functools.cached_property
-    def _compiled(self) -> dict[Any, Recording]:
-        return {}
-
-    @functools.cached_property
-    def _interpreters(self) -> dict[Any, Interpreter]:
-        return {}
 
     def _interpreter(self, training: bool, device: torch.device, dtype: ir.DataType | None) -> Interpreter:
         key = training, device, dtype
@@ -174,17 +165,11 @@ class Executable:
 
     def part(self, model: Model) -> Executable:
         """Return the program of a part of the graph."""
-        held = {name: self.held[name] for value in model.graph.inputs if (name := value.name or "") in self.held}
-        return dataclasses.replace(self, model=model, held=held)
-
-    def without_dropout(self) -> Executable:
-        return dataclasses.replace(self, model=without_dropout(self.model))
-
-    def normalizing_together(self, together: bool) -> Executable:
-        return dataclasses.replace(self, of_all_processes=together)
+        types = {name: self.types[name] for value in model.graph.inputs if (name := value.name or "") in self.types}
+        return dataclasses.replace(self, model=model, types=types)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in vars(self).items() if key not in ("_interpreters", "_compiled", "inputs")}
+        state = {**vars(self), "_interpreters": {}, "_compiled": {}}
         return {**state, "model": self.model.to_proto().SerializeToString()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -201,14 +186,14 @@ class Segment:
     """Tensors that a block holds."""
 
     @property
-    def given(self) -> list[str]:
-        """Return the inputs from outside."""
+    def inputs(self) -> list[str]:
+        """Return the inputs that the block does not hold."""
         return [name for name in self.piece.reads if name not in self.own]
 
 
 def make_segments(whole: Executable, parts: Iterable[Part], tied: Collection[str]) -> list[Segment]:
     """Return the parts of the graph of a program. Tied tensors belong to the whole module."""
-    pieces = models_of_parts(whole.model, parts, whole.held)
+    pieces = models_of_parts(whole.model, parts, whole.types)
     programs = {model: whole.part(model) for model in {model for _, model in pieces}}
     return [
         Segment(piece, programs[model], [name for name in piece.own if piece.is_block and name not in tied])
@@ -220,8 +205,7 @@ def device_and_type(
     state: Mapping[str, torch.Tensor], declared: Mapping[str, ir.DataType]
 ) -> tuple[torch.device, ir.DataType | None]:
     """Return the device of tensors, and their type if they were converted."""
-    floats = (name for name, tensor in state.items() if tensor.is_floating_point())
-    name = next(floats, None)
+    name = next((name for name, tensor in state.items() if tensor.is_floating_point()), None)
     if name is None:
         return torch.device("cpu"), None
     dtype = CODES[state[name].dtype]

@@ -137,7 +137,7 @@ def class_of(row: TorchOptimizer) -> type[Optimizer]:
 
 CLASSES = {class_of(row): row for row in reversed(TORCH_ROWS)}
 """First row of each class."""
-_NO_STEPS = tuple(kind for kind, row in CLASSES.items() if not row.counts)
+_NO_STEPS = tuple(optimizer_class for optimizer_class, row in CLASSES.items() if not row.counts)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -146,8 +146,7 @@ _NO_STEPS = tuple(kind for kind, row in CLASSES.items() if not row.counts)
 def read_optimizer(
     optimizer: Optimizer, names: Mapping[int, str], schedule: ReadSchedule | None = None
 ) -> tuple[list[ParameterGroup], dict[str, np.ndarray], int]:
-    """Return the groups of an optimizer, its slots by names of a training model, and the updates so
-    far.
+    """Return the groups of an optimizer, its slots by names of a training model, and the updates so far.
 
     `names` has the parameters that the model uses, by `id`. Others and frozen ones are skipped,
     unless the optimizer has state of them. With a `schedule`, learning rates are its initial ones,
@@ -158,11 +157,9 @@ def read_optimizer(
     problems = Problems(f"the optimizer {type(optimizer).__name__}")
     members = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
     for member_class in map(type, members):
-        if (
-            member_class is getattr(torch.optim, member_class.__name__, None)
-            and member_class.__name__ in REFUSED_OPTIMIZERS
-        ):
-            problems.add(*REFUSED_OPTIMIZERS[member_class.__name__])
+        name = member_class.__name__
+        if name in REFUSED_OPTIMIZERS and member_class is getattr(torch.optim, name, None):
+            problems.add(*REFUSED_OPTIMIZERS[name])
     hooks = [hook for member in {optimizer, *members} for hook in _hooks(member)]
     if any(not isinstance(hook, Clip) for hook in hooks):
         problems.add("it has hooks, which could do anything", "remove the hooks")

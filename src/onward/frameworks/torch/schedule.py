@@ -46,24 +46,19 @@ def make_schedule(run: RunState, optimizer: Optimizer) -> LRScheduler | None:
     if not run.schedule:
         return None
     unit = updates_per_step(run)
-    schedules = complete(
-        [(schedule.without("until"), float(schedule.options.get("until", FOREVER))) for schedule in run.schedule]
-    )
-    if unit > 1:  # by steps of the scheduler
-        schedules = [{key: value for key, value in schedule.items() if key != "every"} for schedule in schedules]
-        schedules = [
-            {**schedule, **({"until": schedule["until"] / unit} if "until" in schedule else {})}
-            for schedule in schedules
-        ]
+    schedules = complete([(spec.without("until"), float(spec.options.get("until", FOREVER))) for spec in run.schedule])
+    if unit > 1:  # count steps of the scheduler, not updates
+        for schedule in schedules:
+            schedule.pop("every", None)
+            if "until" in schedule:
+                schedule["until"] /= unit
     base_rates = [float(group["lr"]) for group in optimizer.param_groups]
     position = run.step // unit
     make = _native(schedules, position)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # no step of the optimizer comes before the first rate
-        if make is not None:
-            scheduler = make(optimizer)
-        else:
-            scheduler = lr_scheduler.LambdaLR(optimizer, [Factor(base, schedules) for base in base_rates])
+        warnings.simplefilter("ignore")  # PyTorch warns that the optimizer has made no step yet
+        factors = [Factor(base, schedules) for base in base_rates]
+        scheduler = make(optimizer) if make is not None else lr_scheduler.LambdaLR(optimizer, factors)
     for group, base in zip(optimizer.param_groups, base_rates, strict=True):
         group["lr"] = Factor(base, schedules).rate(position)
     _put_at(scheduler, position, [group["lr"] for group in optimizer.param_groups])
@@ -85,10 +80,9 @@ def _put_at(scheduler: Any, position: int, rates: list[float]) -> None:
 
 def _native(schedules: list[dict[str, Any]], position: int) -> Make | None:
     """Return a function that creates the PyTorch class which computes the same, if there is one."""
-    candidates = [_maker(schedule, position) for schedule in schedules]
+    makers = [make for schedule in schedules if (make := _maker(schedule, position)) is not None]
     ends = [schedule["until"] for schedule in schedules if "until" in schedule]
-    makers = [make for make in candidates if make is not None]
-    if len(makers) < len(schedules) or not all(is_whole(end) for end in ends):
+    if len(makers) < len(schedules) or not all(map(is_whole, ends)):
         return None
     if len(makers) == 1:
         return makers[0]
@@ -101,15 +95,15 @@ def _native(schedules: list[dict[str, Any]], position: int) -> Make | None:
 def _maker(schedule: dict[str, Any], position: int) -> Make | None:
     if schedule["name"] == "one_cycle":
         settings = one_cycle_arguments(schedule, position)
-        return None if settings is None else functools.partial(_one_cycle, settings)
+        if settings is None:
+            return None
+        return lambda optimizer: lr_scheduler.OneCycleLR(
+            optimizer, [float(group["lr"]) for group in optimizer.param_groups], **settings
+        )
     if (match := class_of(schedule)) is None:
         return None
     class_name, arguments = match
     return lambda optimizer: getattr(lr_scheduler, class_name)(optimizer, **arguments)
-
-
-def _one_cycle(settings: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
-    return lr_scheduler.OneCycleLR(optimizer, [float(group["lr"]) for group in optimizer.param_groups], **settings)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -162,22 +156,23 @@ class _Reader:
 
     def pieces(self, scheduler: LRScheduler) -> Pieces:
         scheduler_class = type(scheduler)
-        is_native = scheduler_class is getattr(lr_scheduler, scheduler_class.__name__, None)
-        if is_native and scheduler_class.__name__ in REFUSED_SCHEDULERS:
-            self._problems.add(*REFUSED_SCHEDULERS[scheduler_class.__name__])
-        elif is_native and scheduler_class.__name__ in SCHEDULERS:
-            return SCHEDULERS[scheduler_class.__name__].read(vars(scheduler))
-        elif isinstance(scheduler, lr_scheduler.SequentialLR):
+        name = scheduler_class.__name__
+        if scheduler_class is getattr(lr_scheduler, name, None):
+            if name in REFUSED_SCHEDULERS:
+                self._problems.add(*REFUSED_SCHEDULERS[name])
+                return []
+            if name in SCHEDULERS:
+                return SCHEDULERS[name].read(vars(scheduler))
+        if isinstance(scheduler, lr_scheduler.SequentialLR):
             return self._sequence(scheduler)
-        elif isinstance(scheduler, lr_scheduler.ChainedScheduler):
+        if isinstance(scheduler, lr_scheduler.ChainedScheduler):
             return self._chain(scheduler)
-        elif scheduler_class is lr_scheduler.LambdaLR:
+        if scheduler_class is lr_scheduler.LambdaLR:
             return self._lambda(scheduler)
-        elif scheduler_class is lr_scheduler.OneCycleLR:
+        if scheduler_class is lr_scheduler.OneCycleLR:
             return self._one_cycle(scheduler)
-        else:
-            problem = f"the formula of the class `{scheduler_class.__qualname__}` is unknown"
-            self._problems.add(problem, "use one of torch.optim.lr_scheduler")
+        problem = f"the formula of the class `{scheduler_class.__qualname__}` is unknown"
+        self._problems.add(problem, "use one of torch.optim.lr_scheduler")
         return []
 
     def _sequence(self, scheduler: Any) -> Pieces:
@@ -235,8 +230,9 @@ _COMPARED_STEPS = 400
 def read_lambda(function: Callable[[int], float], bases: Sequence[float]) -> Pieces | None:
     """Return the schedules of a function, or None if they are unknown."""
     if isinstance(function, Factor):
-        rows = [dict(one) for one in function.schedules]
-        return [(Spec(row.pop("name"), row), end) for row in rows for end in [row.pop("until", FOREVER)]]
+        rows = [dict(row) for row in function.schedules]
+        ends = [row.pop("until", FOREVER) for row in rows]
+        return [(Spec(row.pop("name"), row), end) for row, end in zip(rows, ends, strict=True)]
     name, numbers = _origin(function)
     reader = READERS.get(name)
     if reader is None or not numbers.keys() <= inspect.signature(reader).parameters.keys():

@@ -141,21 +141,21 @@ def _embedding_bag(
     """Return sums or means of rows per bag."""
     if mode not in (_SUM, _MEAN):
         raise NotImplementedError("EmbeddingBag(mode='max')")
-    first, last, one = (op.Constant(value_ints=[n]) for n in (0, -1, 1))
+    first, last, ones = (op.Constant(value_ints=[n]) for n in (0, -1, 1))
     if include_last_offset:
         offsets = op.Slice(offsets, first, last)
     index = op.Range(op.Constant(value_int=0), op.Size(indices), op.Constant(value_int=1))
-    has_begun = op.LessOrEqual(op.Cast(offsets, to=onnx.TensorProto.INT64), op.Unsqueeze(index, one))
-    bag = op.Sub(op.ReduceSum(op.Cast(has_begun, to=onnx.TensorProto.INT64), one), one)  # [indices, 1]
+    has_begun = op.LessOrEqual(op.Cast(offsets, to=onnx.TensorProto.INT64), op.Unsqueeze(index, ones))
+    bag = op.Sub(op.ReduceSum(op.Cast(has_begun, to=onnx.TensorProto.INT64), ones), ones)  # [indices, 1]
     weights = op.CastLike(op.Constant(value_float=1.0), weight)
-    weights = op.Expand(weights, op.Concat(op.Shape(indices), one, axis=0))
+    weights = op.Expand(weights, op.Concat(op.Shape(indices), ones, axis=0))
     if padding_idx is not None and padding_idx >= 0:
-        weights = op.Where(op.Unsqueeze(_is(indices, padding_idx), one), op.Sub(weights, weights), weights)
-    weighted = weights if per_sample_weights is None else op.Mul(weights, op.Unsqueeze(per_sample_weights, one))
+        weights = op.Where(op.Unsqueeze(_is(indices, padding_idx), ones), op.Sub(weights, weights), weights)
+    weighted = weights if per_sample_weights is None else op.Mul(weights, op.Unsqueeze(per_sample_weights, ones))
     rows = op.Mul(op.Gather(weight, indices), weighted)
     result = _add_rows(rows, bag, op.Concat(op.Shape(offsets), op.Shape(weight, start=1), axis=0))
     if mode == _MEAN:
-        count = _add_rows(weights, bag, op.Concat(op.Shape(offsets), one, axis=0))
+        count = _add_rows(weights, bag, op.Concat(op.Shape(offsets), ones, axis=0))
         result = op.Div(result, op.Max(count, op.CastLike(op.Constant(value_float=1.0), weight)))
     return result, offsets, offsets, offsets  # the others are for PyTorch's own derivative
 

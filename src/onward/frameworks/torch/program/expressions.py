@@ -14,8 +14,9 @@ from onward.errors import UnsupportedError
 from onward.frameworks.program.calls import ProgramStep, Value
 from onward.frameworks.program.printing import ATOM, SUM, UNARY, WIDE, Expression, Printer
 from onward.frameworks.program.source_text import number
+from onward.frameworks.torch.arguments import defaults_of
 from onward.frameworks.torch.forward import LIVE
-from onward.frameworks.torch.program.recording import TRAINING, WhileTraining, defaults_of
+from onward.frameworks.torch.program.recording import TRAINING, WhileTraining
 
 
 class Infix(NamedTuple):

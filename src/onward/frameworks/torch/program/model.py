@@ -15,11 +15,12 @@ from onward.frameworks.program.calls import ProgramStep, Value, without_unused
 from onward.frameworks.program.printing import LETTERS, Expression, FunctionWriter
 from onward.frameworks.program.source_text import Identifiers, identifier, literal, number, quote
 from onward.frameworks.torch import exact
+from onward.frameworks.torch.arguments import defaults_of
 from onward.frameworks.torch.forward import OnnxModule
 from onward.frameworks.torch.program.expressions import TorchPrinter
 from onward.frameworks.torch.program.layers import F_, Structure, layer_of
 from onward.frameworks.torch.program.operators import ForwardCalls, collapse
-from onward.frameworks.torch.program.recording import TRAINING, defaults_of
+from onward.frameworks.torch.program.recording import TRAINING
 
 _ROLES = {"torch.nn.functional.scaled_dot_product_attention": ("q", "k", "v", "mask")}
 """Usual names of arguments of functions."""

@@ -6,7 +6,6 @@ Sizes that vary are symbols, so that the recorder sees formulas of sizes.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -107,21 +106,12 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]
     def value(self, tensor: torch.Tensor) -> Value:
         if id(tensor) not in self.known:
             if isinstance(tensor, FakeTensor):
-                raise UnsupportedError("a tensor comes from nowhere", hint=LIVE)
+                raise UnsupportedError("a tensor has no source", hint=LIVE)
             self.add(Value(tensor, array=tensor.detach().numpy()))
         return self.known[id(tensor)]
 
 
-def defaults_of(call: Callable[..., Any] | None) -> dict[str, Any]:
-    """Return the defaults of a function's parameters."""
-    try:
-        parameters = inspect.signature(call).parameters.values() if call is not None else ()
-    except (TypeError, ValueError):  # written in C
-        return {}
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-# ---- trying it -------------------------------------------------------------------------------------------------------
+# ---- computing -------------------------------------------------------------------------------------------------------
 
 
 def sources(value: Value) -> set[Value]:
@@ -138,7 +128,7 @@ def compute(value: Value, known_tensors: Mapping[Value, torch.Tensor]) -> torch.
     if value.array is not None:
         return from_array(value.array)
     if value.step is None or value.step.call is None:
-        raise LookupError("it is not known how this is computed")
+        raise LookupError("a value has no function")
     arguments, named = map_argument(
         (value.step.arguments, value.step.named),
         lambda x: compute(x, known_tensors) if isinstance(x, Value) else hint(x),

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from onward.errors import UnsupportedError
 from onward.frameworks.program.source_text import number, quote
+from onward.frameworks.torch.arguments import defaults_of
 from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Together, float32_copies, scale_to_norm
 from onward.frameworks.torch.optimizer import clipped_optimizer, clips_of
-from onward.frameworks.torch.program.recording import defaults_of
 from onward.vocabulary import rate_formulas
 from onward.vocabulary.torch_schedules import one_cycle, one_cycle_arguments
 

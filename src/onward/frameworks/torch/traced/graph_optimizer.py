@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,18 +28,15 @@ class _Update:
     """Program without state, shared by copies of an optimizer."""
 
     function: FunctionOptimizer
+    _interpreters: dict[torch.device, Interpreter] = dataclasses.field(default_factory=dict, init=False)
 
     def __deepcopy__(self, memo: Any) -> _Update:
         return self
 
-    @functools.cached_property
-    def _made(self) -> dict[torch.device, Interpreter]:
-        return {}
-
     def __call__(self, inputs: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
-        if device not in self._made:
-            self._made[device] = interpreter(inline(self.function.update), Torch(str(device)))
-        results = self._made[device](inputs)
+        if device not in self._interpreters:
+            self._interpreters[device] = interpreter(inline(self.function.update), Torch(str(device)))
+        results = self._interpreters[device](inputs)
         return [results[value.name or ""] for value in self.function.update.graph.outputs]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -49,14 +45,13 @@ class _Update:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         function = state["function"]
-        self.function = dataclasses.replace(function, update=load(function.update))
+        vars(self).update(function=dataclasses.replace(function, update=load(function.update)), _interpreters={})
 
 
 class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """Update of a group of parameters by the operators of a training model.
 
-    State of a parameter is in `state`, that of the whole group among the settings of its only
-    group.
+    State of a parameter is in `state`, that of all parameters in the settings of the only group.
     """
 
     def __init__(self, function: FunctionOptimizer, parameters: Mapping[str, Parameter], step: int) -> None:
@@ -95,7 +90,7 @@ class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def _replace(self, parameters: Mapping[str, Parameter], group: dict[str, Any]) -> None:
         function = self._update.function
         device = next(iter(parameters.values())).device
-        state = self._held(parameters, group)
+        state = self._state_by_name(parameters, group)
         scalars = {RATE: float(group[RATE]), COUNT: int(group[COUNT])}
         values: dict[str, Tensor] = {**parameters, **state}
         values |= {gradient_of(name): parameter.grad for name, parameter in parameters.items()}
@@ -106,20 +101,18 @@ class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         for tensor, new in zip(old, results, strict=True):
             tensor.copy_(new)
 
-    def _held(self, parameters: Mapping[str, Parameter], group: dict[str, Any]) -> dict[str, Tensor]:
+    def _state_by_name(self, parameters: Mapping[str, Parameter], group: dict[str, Any]) -> dict[str, Tensor]:
         state = dict(group["common"])
         for name, parameter in parameters.items():
             state |= {f"{name}/{slot}": tensor for slot, tensor in self.state[parameter].items()}
         return state
 
     def function(self, names: Mapping[int, str], rate: float) -> FunctionOptimizer:
-        """Return the function with a learning rate and the current state, for parameters named by
-        `id`.
-        """
+        """Return the function with a learning rate and the current state. `names` are by `id` of a parameter."""
         (group,) = self.param_groups
         trained = [p for p in group["params"] if p in self.state or id(p) in names]
         parameters = dict(zip(self._names, trained, strict=True))
-        state = {slot: to_array(tensor).copy() for slot, tensor in self._held(parameters, group).items()}
+        state = {slot: to_array(tensor).copy() for slot, tensor in self._state_by_name(parameters, group).items()}
         function = dataclasses.replace(self._update.function, lr=rate, initial=state)
         return function.with_names({name: names[id(parameter)] for name, parameter in parameters.items()})
 

@@ -75,8 +75,7 @@ def try_out(optimizer: Optimizer, trained: Mapping[int, str], side: TracedFuncti
 def trace_groups(
     optimizer: Optimizer, names: Mapping[int, str], rates: Sequence[float]
 ) -> tuple[list[ParameterGroup], int]:
-    """Return the groups of an optimizer of any class, by tracing a step, and its updates so far, or
-    0.
+    """Return the groups of an optimizer of any class, by tracing a step, and its updates so far, or 0.
 
     `names` are those of the trained parameters by `id`, `rates` the initial learning rates. The
     trace is compared with the optimizer.
@@ -136,7 +135,7 @@ class _FunctionMaker:
         rates: Sequence[float],
     ):
         self._name = name
-        self._found = trace_of_step
+        self._trace = trace_of_step
         self._trained = trained
         self._group_of = group_of
         self._rates = rates
@@ -156,10 +155,10 @@ class _FunctionMaker:
 
     def _stands_alone(self, index: int) -> bool:
         """True if a group does not depend on another."""
-        graph = self._found.model.graph
+        graph = self._trace.model.graph
         results = [
             result
-            for path, result in zip(self._found.results, graph.outputs, strict=True)
+            for path, result in zip(self._trace.results, graph.outputs, strict=True)
             if self._owner(path) in (index, None)
         ]
         _, reached = ancestors(results)
@@ -167,19 +166,19 @@ class _FunctionMaker:
         return all(self._owner(path) in (index, None) for path in read)
 
     def _function(self, indices: Sequence[int]) -> TracedFunction:
-        model = self._found.model.copy()
+        model = self._trace.model.copy()
         graph = model.graph
         graph.name = self._name
         inputs = dict(zip(self._places, graph.inputs, strict=True))
-        results = dict(zip(self._found.results, graph.outputs, strict=True))
+        results = dict(zip(self._trace.results, graph.outputs, strict=True))
         paths = [p for p in self._places if self._owner(p) in (*indices, None) and not is_rate(p)]
         rate = _one_rate(model, [inputs["group", i, RATE] for i in indices], [self._rates[i] for i in indices])
         graph.outputs[:] = [results[path] for path in paths if path in results]
         graph.inputs[:] = [rate, *(inputs[path] for path in paths)]
         optimize(Context(model))
         name_inputs(model, [RATE, *(self._named(path, len(indices) == 1) for path in paths)])
-        paths_of_state = {inputs[path].name or "": path for path in self._found.state if path in paths}
-        initial = {name: to_array(self._found.state[path]).copy() for name, path in paths_of_state.items()}
+        paths_of_state = {inputs[path].name or "": path for path in self._trace.state if path in paths}
+        initial = {name: to_array(self._trace.state[path]).copy() for name, path in paths_of_state.items()}
         function = FunctionOptimizer(self._name, model, self._rates[indices[0]], initial)
         function.check()
         return TracedFunction(function, paths_of_state, indices[0])

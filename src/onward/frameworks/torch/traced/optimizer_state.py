@@ -19,8 +19,8 @@ Path = tuple[Any, ...]
 """`("state", 0, "exp_avg")` of the first parameter, `("group", 1, "lr")`, or `("self", "k")`."""
 Leaves = dict[Path, Any]
 
-_OF_PYTORCH = ("state", "param_groups", "defaults", "step", "_opt_called")
-_OF_PYTORCH_TOO = ("_optimizer_", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
+_OF_PYTORCH = {"state", "param_groups", "defaults", "step", "_opt_called"}
+_PREFIXES_OF_PYTORCH = ("_optimizer_", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any] | None = None) -> Optimizer:
@@ -50,10 +50,7 @@ def leaves_of(optimizer: Optimizer) -> Leaves:
 
 
 def shell_of(optimizer: Optimizer, parameters: Mapping[int, Tensor], new: Callable[[Path, Any], Any]) -> Optimizer:
-    """Return an optimizer of the same class with other leaves and these parameters.
-
-    Others are empty.
-    """
+    """Return an optimizer of the same class with other leaves and these parameters. Others are empty."""
     shell: Optimizer = object.__new__(type(optimizer))
     vars(shell).update(vars(optimizer))
     vars(shell).pop("step", None)  # where a scheduler counts the steps of the original
@@ -79,13 +76,16 @@ def is_scalar(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return is_scalar(value) and not isinstance(value, bool)
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
     """Return the attributes that the class itself adds."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_PYTORCH}
-    return {name: value for name, value in own.items() if not name.startswith(_OF_PYTORCH_TOO)}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _OF_PYTORCH and not name.startswith(_PREFIXES_OF_PYTORCH)
+    }
 
 
 def _flat(prefix: Path, value: Any) -> Leaves:

@@ -1,5 +1,4 @@
-"""Python numbers as tensors while a step is traced, so that changing numbers do not become
-constants.
+"""Python numbers as tensors while a step is traced, so that changing numbers do not become constants.
 
 An optimizer computes with Python numbers (`state["step"] += 1`, `lr * math.sqrt(1 - beta2 **
 step)`) that a trace would not see. Under `Numbers` they are float64 scalars: `.item()` returns one,
@@ -28,24 +27,9 @@ from onward.frameworks.torch.exporter import export_function
 from onward.model import Model
 
 
-def number(tensor: Tensor) -> Tensor:
-    """Return a copy of a one-element tensor as a float64 scalar."""
-    return tensor.reshape(()).to(torch.float64, copy=True)
-
-
-def double(value: Any) -> Any:
-    """Return a Python float as a float64 tensor.
-
-    As an operator's argument it would pass through float32.
-    """
+def _double(value: Any) -> Any:
+    """Return a Python float as a float64 tensor. As an operator's argument it would pass through float32."""
     return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
-
-
-def in_double(args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments with all floats as float64 tensors if one tensor is float64."""
-    if not any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in (*args, *kwargs.values())):
-        return args, kwargs
-    return tuple(map(double, args)), {key: double(x) for key, x in kwargs.items()}
 
 
 def _as_factor(factor: Any, x: Any) -> Tensor | None:
@@ -53,7 +37,7 @@ def _as_factor(factor: Any, x: Any) -> Tensor | None:
     if isinstance(factor, Tensor):
         return factor
     is_wide = isinstance(x, Tensor) and x.dtype == torch.float64 and type(factor) is float
-    return double(factor) if is_wide else None
+    return _double(factor) if is_wide else None
 
 
 def _sum(name: str) -> Callable[..., Any]:
@@ -133,8 +117,7 @@ _SAME_NAME = (
 def shadow_builtins(kind: type) -> Iterator[None]:
     """Let `math.sqrt`, `max`, `float` and others accept tensors in the modules of a class."""
     modules = [sys.modules[base.__module__] for base in kind.__mro__ if base.__module__ in sys.modules]
-    undo = contextlib.ExitStack()
-    with undo:
+    with contextlib.ExitStack() as undo:
         for module in dict.fromkeys(modules):
             if module is not builtins:
                 _shadow(vars(module), undo)
@@ -158,7 +141,7 @@ def _of_numbers(original: Callable[..., Any], function: Callable[..., Any]) -> C
     @functools.wraps(original)
     def compute(*args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tensor) for x in args):
-            return function(*(x.item() if isinstance(x, Tensor) else double(float(x)) for x in args))
+            return function(*(x.item() if isinstance(x, Tensor) else _double(float(x)) for x in args))
         return original(*args, **kwargs)
 
     return compute
@@ -173,7 +156,7 @@ def _extreme(original: Callable[..., Any], function: Callable[..., Any]) -> Call
         items = list(args[0]) if len(args) == 1 and not isinstance(args[0], Tensor) else list(args)
         if kwargs or not any(isinstance(x, Tensor) for x in items):
             return original(items, **kwargs)
-        return functools.reduce(function, (x.item() if isinstance(x, Tensor) else double(float(x)) for x in items))
+        return functools.reduce(function, (x.item() if isinstance(x, Tensor) else _double(float(x)) for x in items))
 
     return compute
 
@@ -182,20 +165,20 @@ class _Kind(type):
     """Metaclass of number types that include tensors."""
 
     def __instancecheck__(cls, value: Any) -> bool:
-        return isinstance(value, cls.given)  # type: ignore[attr-defined]
+        return isinstance(value, cls.original)  # type: ignore[attr-defined]
 
     def __call__(cls, *args: Any) -> Any:
         if args and isinstance(args[0], Tensor):
             return cls.of(args[0].item())  # type: ignore[attr-defined]
-        return cls.given(*args)  # type: ignore[attr-defined]
+        return cls.original(*args)  # type: ignore[attr-defined]
 
 
 class _Float(metaclass=_Kind):
-    given, of = float, staticmethod(lambda x: x)
+    original, of = float, staticmethod(lambda x: x)
 
 
 class _Int(metaclass=_Kind):
-    given, of = int, staticmethod(torch.trunc)
+    original, of = int, staticmethod(torch.trunc)
 
 
 _MATH = {
@@ -270,7 +253,7 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
             self._gradients[id(args[0])] = args[1]
             return None
         if name == "item":
-            return number(args[0])
+            return args[0].reshape(()).to(torch.float64, copy=True)
         if name == "__bool__":
             return self._decide(args[0])
         if name in _CONCRETE:
@@ -291,8 +274,9 @@ class Numbers(TorchFunctionMode):  # type: ignore[misc]
             return func(*args[:index], 0.0, **others) + fill_value
         if name in ("tensor", "as_tensor", "asarray", "scalar_tensor") and args and isinstance(args[0], Tensor):
             return args[0].clone().to(kwargs.get("dtype") or args[0].dtype)
-        if name.strip("_") in _ELEMENTWISE:
-            args, kwargs = in_double(args, kwargs)
+        is_wide = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in (*args, *kwargs.values()))
+        if is_wide and name.strip("_") in _ELEMENTWISE:
+            return func(*map(_double, args), **{key: _double(x) for key, x in kwargs.items()})
         return func(*args, **kwargs)
 
     def _remember(self, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> None:

@@ -53,7 +53,7 @@ class Trace:
     @property
     def places(self) -> list[Path]:
         """Return the meaning of each input."""
-        own = [(kind, i) for kind in ("parameter", "gradient") for i in self.trained]
+        own = [(role, i) for role in ("parameter", "gradient") for i in self.trained]
         return [*own, *self.rates, *self.state]
 
     @property
@@ -81,10 +81,7 @@ def trace(optimizer: Optimizer, trained: Sequence[int], among: Sequence[int] | N
 
 
 class _Varies(BaseException):
-    """Signal that numbers change with each step.
-
-    It is not an Exception, which the exporter would explain.
-    """
+    """Signal that numbers change with each step. The exporter would catch an Exception."""
 
     def __init__(self, paths: set[Path]):
         self.paths = paths
@@ -158,12 +155,12 @@ class _Step:
         return [*parameters.values(), *self._new_state(leaves_of(shell), mode)], mode.asked
 
     def _new_state(self, after: Leaves, mode: Numbers) -> list[Tensor]:
-        constant = {path: leaf for path, leaf in self._leaves.items() if path not in self._inputs}
+        constants = self._leaves.keys() - self._inputs.keys()
         varying = {
-            path for path, leaf in constant.items() if path[-1] not in _SLOWER and _differs(leaf, after.get(path))
+            path for path in constants if path[-1] not in _SLOWER and _differs(self._leaves[path], after.get(path))
         }
         for path in varying:
-            if not is_scalar(constant[path]):
+            if not is_scalar(self._leaves[path]):
                 raise _refusal(path, "a step changes it, but it is not a tensor or a number")
         if varying:
             raise _Varies(varying)
@@ -204,10 +201,7 @@ def is_rate(path: Path) -> bool:
 
 
 def tensor_of(leaf: Any) -> Tensor:
-    """Return a leaf of an optimizer as an input of a graph.
-
-    Python numbers have double precision.
-    """
+    """Return a leaf of an optimizer as an input of a graph. Python numbers become float64."""
     return leaf.detach() if isinstance(leaf, Tensor) else torch.tensor(float(leaf), dtype=torch.float64)
 
 
