@@ -88,16 +88,21 @@ class Holder:
         return values_in(list(self.parts))
 
 
-def values_in(argument: Any) -> Iterator[Value]:
-    if isinstance(argument, Value):
+def _leaves(argument: Any) -> Iterator[Any]:
+    """Yield all of an argument that is not a mapping, a list or a tuple."""
+    if isinstance(argument, Mapping | list | tuple):
+        for item in argument.values() if isinstance(argument, Mapping) else argument:
+            yield from _leaves(item)
+    else:
         yield argument
-    elif isinstance(argument, Holder):
-        yield from argument.values()
-    elif isinstance(argument, Mapping):
-        yield from values_in(list(argument.values()))
-    elif isinstance(argument, list | tuple):
-        for item in argument:
-            yield from values_in(item)
+
+
+def values_in(argument: Any) -> Iterator[Value]:
+    for leaf in _leaves(argument):
+        if isinstance(leaf, Value):
+            yield leaf
+        elif isinstance(leaf, Holder):
+            yield from leaf.values()
 
 
 def without_unused(steps: list[ProgramStep], outputs: Iterable[Value]) -> list[ProgramStep]:
@@ -111,7 +116,7 @@ def without_unused(steps: list[ProgramStep], outputs: Iterable[Value]) -> list[P
 
 
 def in_order(outputs: Iterable[Value]) -> list[ProgramStep]:
-    """Return the calls that outputs depend on, each as close before its first reader as possible."""
+    """Return the calls that outputs depend on, each as late as its first reader allows."""
     order: dict[ProgramStep, None] = {}
     pending: list[tuple[ProgramStep, bool]] = [(v.step, False) for v in reversed(list(outputs)) if v.step]
     while pending:
@@ -250,8 +255,8 @@ def _loop(steps: Sequence[ProgramStep], repeat: Repeat) -> Loop | None:
         if old in value.path:
             new = value.path.replace(old, f'f"{repeat.prefix}.{{i}}.')
             changed.setdefault(value, Value(value.tensor, path=new))
-    sizes = [holder for step in steps for holder in _holders([step.arguments, step.named])]
-    if any(value in changed for holder in sizes for value in holder.values()):
+    leaves = (leaf for step in steps for leaf in _leaves([step.arguments, step.named]))
+    if any(value in changed for leaf in leaves if isinstance(leaf, Holder) for value in leaf.values()):
         return None
     body = [
         dataclasses.replace(
@@ -265,13 +270,6 @@ def _loop(steps: Sequence[ProgramStep], repeat: Repeat) -> Loop | None:
     loop.inner, loop.new = list(inner.values()), [new for new, _ in repeat.carried.values()]
     loop.results = [last for _, last in repeat.carried.values()]
     return loop
-
-
-def _holders(argument: Any) -> list[Holder]:
-    if isinstance(argument, Holder):
-        return [argument]
-    items = argument.values() if isinstance(argument, dict) else argument if isinstance(argument, list | tuple) else ()
-    return [holder for item in items for holder in _holders(item)]
 
 
 def map_argument(argument: Any, function: Callable[[Any], Any]) -> Any:

@@ -30,17 +30,8 @@ _LIKE = "give its ONNX model, from `torch.onnx.export` or `onward.from_torch`: `
 _BATCH, _LENGTH, _CHOICES = 3, 5, 2
 
 
-def hollow_model(configuration: Mapping[str, Any], types: Mapping[str, np.dtype]) -> nn.Module:
-    """Return the model of a configuration in training mode, with these parameter types."""
-    architecture: Any = _class_of(configuration)
-    module = _make_module(architecture, configuration)
-    stored = stored_names(module)
-    hollow_out(module, {name: types[stored[name]] for name in stored if stored[name] in types})
-    return module.train()
-
-
-def stored_names(module: nn.Module) -> dict[str, str]:
-    """Return current names -> names in files of transformers, which may come from former classes."""
+def _stored_names(module: nn.Module) -> dict[str, str]:
+    """Return name -> name in files of transformers, which may have those of former classes."""
     loading: Any = importlib.import_module("transformers.core_model_loading")
     tensors = {name: tensor.detach().to("meta") for name, tensor in module.state_dict().items()}
     name_of = {id(tensor): name for name, tensor in tensors.items()}
@@ -88,11 +79,10 @@ def decay_groups(module: nn.Module) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return tuple(name for name in names if name in decayed), tuple(name for name in names if name not in decayed)
 
 
-def as_the_trainer_calls(module: Any) -> None:
-    """Count the labels for the loss in place, as the Trainer does.
+def _count_labels(module: Any) -> None:
+    """Let a module count the labels for its loss, in place, as the Trainer does.
 
-    Labels at the beginning of sequences count too if the Trainer does not know that the loss shifts
-    them.
+    First labels of sequences count too, unless the Trainer knows that the loss shifts labels.
     """
     parameters = inspect.signature(module.forward).parameters.values()
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
@@ -122,15 +112,8 @@ Axes = tuple[str, ...]
 _TEXT = ("batch", "sequence")
 
 
-class Example(NamedTuple):
-    """Inputs of a module, and the names of their axes of any size."""
-
-    inputs: dict[str, torch.Tensor]
-    axes: dict[str, dict[int, str]]
-
-
-def example_of(module: nn.Module) -> Example:
-    """Return inputs of a model of transformers in training, generated from its configuration."""
+def _example_of(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, dict[int, str]]]:
+    """Return generated inputs of a model of transformers, and the names of axes of any size."""
     name = type(module).__name__
     generate = next((make for ending, make in _KINDS.items() if name.endswith(ending)), None)
     try:
@@ -139,14 +122,8 @@ def example_of(module: nn.Module) -> Example:
         raise InvalidModelError(f"its configuration does not fit a `{name}`: {first_line(error)}") from error
     if tensors:
         axes = {key: dict(enumerate(names)) for key, (_, names) in tensors.items()}
-        return Example({key: tensor for key, (tensor, _) in tensors.items()}, axes)
+        return {key: tensor for key, (tensor, _) in tensors.items()}, axes
     raise UnsupportedError(f"the inputs of a `{name}` are unknown", hint=f"give `example_inputs=...`; or {_LIKE}")
-
-
-def axes_of(inputs: Mapping[str, torch.Tensor]) -> dict[str, dict[int, str]]:
-    """Return the axes of any size of given inputs: batches, and sequences of tokens."""
-    is_text = {name: tensor.ndim == 2 and not tensor.is_floating_point() for name, tensor in inputs.items()}
-    return {name: dict(enumerate(_TEXT if is_text[name] else _TEXT[:1])) for name in inputs}
 
 
 Inputs = dict[str, tuple[torch.Tensor, Axes]]
@@ -249,26 +226,29 @@ def from_configuration(
     computes_loss: bool,
     in_trainer: bool,
 ) -> Architecture:
-    """Capture the model of transformers of a configuration. `types` are those of its parameters by
-    name.
+    """Capture the model of transformers of a configuration, with parameters of these types.
 
     `computes_loss` trains the loss of the model itself. `in_trainer` trains it as the Trainer does.
     """
-    return _of_transformers(hollow_model(configuration, types), example_inputs, computes_loss, in_trainer)
+    module = _make_module(_class_of(configuration), configuration)
+    stored = _stored_names(module)
+    hollow_out(module, {name: types[stored[name]] for name in stored if stored[name] in types})
+    return _of_transformers(module.train(), example_inputs, computes_loss, in_trainer)
 
 
 def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_trainer: bool) -> Architecture:
     if inputs is None:
-        inputs, axes = example_of(module)
+        inputs, axes = _example_of(module)
         if not computes_loss:
             inputs = {name: tensor for name, tensor in inputs.items() if name != "labels"}
         axes = {name: axes[name] for name in inputs}
     else:
-        axes = axes_of(inputs)
+        is_text = {name: tensor.ndim == 2 and not tensor.is_floating_point() for name, tensor in inputs.items()}
+        axes = {name: dict(enumerate(_TEXT if is_text[name] else _TEXT[:1])) for name in inputs}
     orders = {"the model, as the Trainer groups its parameters": decay_groups(module)}
-    stored = {theirs: ours for ours, theirs in stored_names(module).items() if ours != theirs}
+    stored = {theirs: ours for ours, theirs in _stored_names(module).items() if ours != theirs}
     if in_trainer:
-        as_the_trainer_calls(module)
+        _count_labels(module)
     return _architecture(module, inputs, axes, orders)._replace(stored=stored)
 
 

@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx_ir as ir
 import torch
@@ -92,7 +92,7 @@ _LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 def _is_users(filename: str) -> bool:
-    """True if a file does not belong to Onward, PyTorch or Python's standard library."""
+    """True if a file is not of Onward, PyTorch or Python's standard library."""
     path = Path(filename)
     of_python = path.is_relative_to(_LIBRARY) and "site-packages" not in path.relative_to(_LIBRARY).parts
     return not of_python and not any(path.is_relative_to(home) for home in _PACKAGES)
@@ -137,16 +137,11 @@ def _refuse_weight() -> None:
 _NORMALIZATIONS = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
 
 
-class Exported(NamedTuple):
-    """Graph of the exporter, with names of inputs and outputs."""
+def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> tuple[Model, list[str]]:
+    """Return the graph of a module, and the buffers that its forward pass changes.
 
-    model: Model
-    changed: list[str]
-    """Buffers that the forward pass changes."""
-
-
-def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
-    """Export the graph of a module, without optimization, which would merge equal parameters."""
+    The graph is not optimized, which would merge equal parameters.
+    """
     for name in dynamic_shapes or ():
         if name not in flat.inputs:
             raise UnknownNameError(f"the module has no input `{name}`", hint=suggest_or_list(name, flat.inputs))
@@ -166,12 +161,11 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> Exported:
     model = Model(onnx_program.model)
     define_functions(model)
     model.ir.producer_name = "onward"  # not the exporter that merges equal values, which `prepare` would undo
-    _settle_sizes(model)
-    _settle_normalizations(model)
+    _name_axes(model, axes)
+    _widen_normalizations(model)
     _name_outputs(model, program.call_spec.out_spec.context)
     _check_axes(model, axes, all_must_vary=dynamic_shapes is not None)
-    _name_axes(model, axes)
-    return Exported(model, list(program.graph_signature.buffers_to_mutate.values()))
+    return model, list(program.graph_signature.buffers_to_mutate.values())
 
 
 class _Function(torch.nn.Module):  # type: ignore[misc]
@@ -197,7 +191,7 @@ def _to_onnx(program: torch.export.ExportedProgram, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _exporting(what: str, flat: Flat | None = None) -> Iterator[None]:
-    """Silence the exporter and explain its errors; those of a module are checked without it first."""
+    """Silence the exporter and explain its errors. Errors of the module itself come first."""
     with quiet(), torch.random.fork_rng():
         try:
             yield
@@ -242,60 +236,50 @@ def _name_outputs(model: Model, names: Sequence[str]) -> None:
 
 
 def _name_axes(model: Model, axes: Mapping[str, Mapping[int, Any]]) -> None:
-    """Rename variable sizes, which the exporter numbers, to the names of the user."""
+    """Rename variable sizes, which the exporter numbers, and replace symbols that are digits."""
     names: dict[str, str] = {}
-    for value, axis, name in _named_axes(model, axes):
-        assert value.shape is not None
-        if isinstance(dim := value.shape[axis], ir.SymbolicDim) and dim.value:
+    for _, _, dim, name in _named_axes(model, axes):
+        if isinstance(dim, ir.SymbolicDim) and dim.value and not dim.value.isdigit():
             names.setdefault(dim.value, name)
-    for value in _all_values(model):
+
+    def renamed(dim: int | ir.SymbolicDim) -> int | str | ir.SymbolicDim:
+        if isinstance(dim, int) or dim.value is None:
+            return dim
+        return int(dim.value) if dim.value.isdigit() else re.sub(r"\w+", lambda m: names.get(m[0], m[0]), dim.value)
+
+    for value in (*model.graph.inputs, *(value for node in model.graph.all_nodes() for value in node.outputs)):
         if value.shape is not None and not value.shape.is_static():
-            dims = [dim if isinstance(dim, int) else dim.value for dim in value.shape]
-            renamed = [re.sub(r"\w+", lambda m: names.get(m[0], m[0]), x) if isinstance(x, str) else x for x in dims]
-            value.shape = ir.Shape(renamed)
+            value.shape = ir.Shape([renamed(dim) for dim in value.shape])
 
 
-def _settle_sizes(model: Model) -> None:
-    """Replace symbols that are digits, such as `4`, by integers."""
-    for value in _all_values(model):
-        if value.shape is not None:
-            dims = [int(str(dim)) if str(dim).isdigit() else dim for dim in value.shape]
-            value.shape = ir.Shape(dims)
-
-
-def _settle_normalizations(model: Model) -> None:
+def _widen_normalizations(model: Model) -> None:
     """Widen 16-bit normalizations with float32 weights, as PyTorch does: ONNX takes one type."""
-    names, halves = model.names(), (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+    names = model.names()
     for node in list(model.graph.all_nodes()):
         types = {value.dtype for value in node.inputs if value is not None}
         if node.op_type in _NORMALIZATIONS and ir.DataType.FLOAT in types:
-            for dtype in halves:
+            for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
                 widen_node(node, dtype, names, {})
 
 
-def _named_axes(model: Model, axes: Mapping[str, Mapping[int, Any]]) -> Iterator[tuple[ir.Value, int, str]]:
+def _named_axes(
+    model: Model, axes: Mapping[str, Mapping[int, Any]]
+) -> Iterator[tuple[str, int, int | ir.SymbolicDim, str]]:
+    """Yield the input, axis, size and name of axes that the user, or we, named."""
     for value in model.graph.inputs:
-        for axis, name in axes[value.name or ""].items():
+        assert value.shape is not None and value.name is not None
+        for axis, name in axes[value.name].items():
             if isinstance(name, str):
-                yield value, axis, name
+                yield value.name, axis, value.shape[axis], name
 
 
 def _check_axes(model: Model, axes: Mapping[str, Mapping[int, Any]], *, all_must_vary: bool) -> None:
     """Refuse fixed sizes that the user named, or if all axes that we named are fixed."""
     named = list(_named_axes(model, axes))
-    fixed = [
-        (value, axis) for value, axis, _ in named if value.shape is not None and isinstance(value.shape[axis], int)
-    ]
+    fixed = [(name, axis, size) for name, axis, size, _ in named if isinstance(size, int)]
     if fixed and (all_must_vary or len(fixed) == len(named)):
-        value, axis = fixed[0]
-        assert value.shape is not None
+        name, axis, size = fixed[0]
         raise UnsupportedError(
-            f"the module takes `{value.name}` only with a size of {value.shape[axis]} along axis {axis}",
+            f"the module takes `{name}` only with a size of {size} along axis {axis}",
             hint="use an example in which it is at least 2, or fix all sizes: `dynamic_shapes={}`",
         )
-
-
-def _all_values(model: Model) -> Iterator[ir.Value]:
-    yield from model.graph.inputs
-    for node in model.graph.all_nodes():
-        yield from node.outputs

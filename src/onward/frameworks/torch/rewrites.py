@@ -11,28 +11,29 @@ from torch.fx import Node
 
 from onward.run_state.problems import Problems
 
-_MOVES = (torch.ops.aten.transpose.int, torch.ops.aten.permute.default, torch.ops.aten.contiguous.default)
+aten = torch.ops.aten
+_MOVES = (aten.transpose.int, aten.permute.default, aten.contiguous.default)
 
-_QUOTIENTS = (torch.ops.aten.div.Tensor, torch.ops.aten.div_.Tensor)
-_BERNOULLI = (torch.ops.aten.bernoulli_.float, torch.ops.aten.bernoulli.p)
+_QUOTIENTS = (aten.div.Tensor, aten.div_.Tensor)
+_BERNOULLI = (aten.bernoulli_.float, aten.bernoulli.p)
 _DEFAULT_PROBABILITY = 0.5
 """Default probability of a one."""
-_FLOORS = (torch.ops.aten.floor.default, torch.ops.aten.floor_.default)
+_FLOORS = (aten.floor.default, aten.floor_.default)
 
 _NO_REDUCTION = 0
 """Reduction "none" of a loss."""
 _EMBEDDING = "leave it out, or write the sum as products with `F.one_hot`"
 _WINDOWS = "multiply a pool of `divisor_override=None` by the size of a window and divide by the number"
 _UNTRANSLATED = {
-    torch.ops.aten.embedding.default: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
-    torch.ops.aten.embedding_bag.padding_idx: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
-    torch.ops.aten.embedding_bag.default: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
-    torch.ops.aten.embedding_renorm_.default: {"max_norm": _EMBEDDING},
-    torch.ops.aten.avg_pool2d.default: {"divisor_override": _WINDOWS},
-    torch.ops.aten.avg_pool3d.default: {"divisor_override": _WINDOWS},
+    aten.embedding.default: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
+    aten.embedding_bag.padding_idx: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
+    aten.embedding_bag.default: {"scale_grad_by_freq": _EMBEDDING, "sparse": _EMBEDDING},
+    aten.embedding_renorm_.default: {"max_norm": _EMBEDDING},
+    aten.avg_pool2d.default: {"divisor_override": _WINDOWS},
+    aten.avg_pool3d.default: {"divisor_override": _WINDOWS},
 }
 """Arguments that the exporter silently drops -> how to do without them."""
-_ANTIALIASED = (torch.ops.aten._upsample_bilinear2d_aa.vec, torch.ops.aten._upsample_bicubic2d_aa.vec)
+_ANTIALIASED = (aten._upsample_bilinear2d_aa.vec, aten._upsample_bicubic2d_aa.vec)
 
 
 def rewrite(program: ExportedProgram) -> None:
@@ -58,15 +59,12 @@ def _refuse_untranslated(program: ExportedProgram) -> None:
         for argument, hint in _UNTRANSLATED.get(node.target, {}).items():
             if arguments[argument]:
                 problems.add(f"`{name}` has {argument}={arguments[argument]}", hint)
-        if node.target is torch.ops.aten.multilabel_margin_loss.default:
+        if node.target is aten.multilabel_margin_loss.default:
             problems.add("`multilabel_margin_loss` is exported with wrong values", "use `multilabel_soft_margin_loss`")
-        if node.target is torch.ops.aten.scatter_reduce.two and arguments["reduce"] == "mean":
+        if node.target is aten.scatter_reduce.two and arguments["reduce"] == "mean":
             problems.add('`scatter_reduce` has reduce="mean"', "divide a sum by a sum of ones")
-        if (
-            node.target in _ANTIALIASED
-            and arguments["scale_factors"]
-            and not _fits_scale(node, arguments["scale_factors"])
-        ):
+        scales = arguments["scale_factors"] if node.target in _ANTIALIASED else None
+        if scales and not _fits_scale(node, scales):
             problems.add(
                 "`interpolate` has antialias=True and a scale_factor that does not give whole sizes",
                 "set `recompute_scale_factor=True`, or `size=...`",
@@ -92,11 +90,10 @@ def _fits_scale(node: Node, scales: Any) -> bool:
 
 
 def _add_loss_axes(node: Node) -> None:
-    """Add missing axes to a loss of classes: for one sample, and a last one if each sample keeps
-    its loss.
+    """Add missing axes to a loss of classes: a first for one sample, a last for `reduction="none"`.
 
-    Without the last, PyTorch's decompositions treat `reduction="none"` of a vector of labels as a
-    scalar, and drop the sum after it.
+    Without the last, PyTorch's decompositions treat the losses of a vector of labels as a scalar,
+    and drop the sum after it.
     """
     arguments, call = _arguments(node), node.graph.call_function
     scores, target = arguments["self"], arguments["target"]
@@ -105,18 +102,18 @@ def _add_loss_axes(node: Node) -> None:
     axes = [0] * (rank == 1) + [-1] * (is_unreduced and rank < 3 and not is_soft)
     with node.graph.inserting_before(node):
         for axis in axes:
-            scores, target = (call(torch.ops.aten.unsqueeze.default, (x, axis)) for x in (scores, target))
+            scores, target = (call(aten.unsqueeze.default, (x, axis)) for x in (scores, target))
     node.args = (scores, target, *node.args[2:])
     if is_unreduced:
         for axis in axes:
             with node.graph.inserting_after(node):
-                _insert_after(node, call(torch.ops.aten.squeeze.dim, (node, axis)))
+                _insert_after(node, call(aten.squeeze.dim, (node, axis)))
 
 
 def _detach(node: Node) -> None:
     """Detach a result that was computed under `torch.no_grad()`."""
     with node.graph.inserting_after(node):
-        _insert_after(node, node.graph.call_function(torch.ops.aten.detach.default, (node,)))
+        _insert_after(node, node.graph.call_function(aten.detach.default, (node,)))
 
 
 def _insert_after(node: Node, result: Node) -> None:
@@ -133,10 +130,10 @@ def _drop_channels(node: Node) -> None:
     with node.graph.inserting_before(node):
         sample = x
         for axis in range(2, x.meta["val"].ndim):
-            sample = call(torch.ops.aten.slice.Tensor, (sample, axis, 0, 1))
-        ones = call(torch.ops.aten.ones_like.default, (sample,))
-        mask = call(torch.ops.aten.dropout.default, (ones, rate, is_on))
-        product = call(torch.ops.aten.mul.Tensor, (x, mask))
+            sample = call(aten.slice.Tensor, (sample, axis, 0, 1))
+        ones = call(aten.ones_like.default, (sample,))
+        mask = call(aten.dropout.default, (ones, rate, is_on))
+        product = call(aten.mul.Tensor, (x, mask))
     _replace(node, product)
 
 
@@ -146,7 +143,7 @@ def _drop_by_bernoulli(node: Node) -> None:
     is_drawn = isinstance(drawn, Node) and drawn.target in _BERNOULLI and len(drawn.users) == 1
     if is_drawn and (*drawn.args[1:], _DEFAULT_PROBABILITY)[0] == keep:
         with node.graph.inserting_before(node):
-            ones = node.graph.call_function(torch.ops.aten.ones_like.default, drawn.args[:1])
+            ones = node.graph.call_function(aten.ones_like.default, drawn.args[:1])
             _replace(node, _dropout_node(ones, keep))
         node.graph.erase_node(drawn)
 
@@ -159,18 +156,18 @@ def _drop_by_rounding(node: Node) -> None:
     (shifted,) = mask.args
     assert isinstance(shifted, Node)
     drawn, keep = shifted.args[0], shifted.args[-1]
-    is_drawn = isinstance(drawn, Node) and drawn.target is torch.ops.aten.rand.default and len(mask.users) == 1
+    is_drawn = isinstance(drawn, Node) and drawn.target is aten.rand.default and len(mask.users) == 1
     if is_drawn and quotient.target in _QUOTIENTS and quotient.args[1] == keep:
         with node.graph.inserting_before(node):
-            ones = node.graph.call_function(torch.ops.aten.ones.default, drawn.args, dict(drawn.kwargs))
+            ones = node.graph.call_function(aten.ones.default, drawn.args, dict(drawn.kwargs))
             mask_of_ones = _dropout_node(ones, keep)
-            _replace(node, node.graph.call_function(torch.ops.aten.mul.Tensor, (quotient.args[0], mask_of_ones)))
+            _replace(node, node.graph.call_function(aten.mul.Tensor, (quotient.args[0], mask_of_ones)))
         for unused in (mask, shifted, drawn):
             node.graph.erase_node(unused)
 
 
 def _dropout_node(ones: Node, keep: Any) -> Node:
-    return ones.graph.call_function(torch.ops.aten.dropout.default, (ones, 1 - keep, True))
+    return ones.graph.call_function(aten.dropout.default, (ones, 1 - keep, True))
 
 
 def _replace(node: Node, other: Node) -> None:
@@ -187,9 +184,9 @@ def _add_head_axis(node: Node) -> None:
     call = node.graph.call_function
     with node.graph.inserting_before(node):
         for tensor in (tensor for tensor in tensors if tensor.meta["val"].ndim == 3):
-            node.replace_input_with(tensor, call(torch.ops.aten.unsqueeze.default, (tensor, 1)))
+            node.replace_input_with(tensor, call(aten.unsqueeze.default, (tensor, 1)))
     with node.graph.inserting_after(node):
-        _insert_after(node, call(torch.ops.aten.squeeze.dim, (node, 1)))
+        _insert_after(node, call(aten.squeeze.dim, (node, 1)))
 
 
 def _make_contiguous(node: Node) -> None:
@@ -199,14 +196,14 @@ def _make_contiguous(node: Node) -> None:
     if x.target in _MOVES:
         with node.graph.inserting_before(node):
             options = {"memory_format": torch.contiguous_format}
-            node.replace_input_with(x, node.graph.call_function(torch.ops.aten.clone.default, (x,), options))
+            node.replace_input_with(x, node.graph.call_function(aten.clone.default, (x,), options))
 
 
 _REWRITES: dict[Any, Callable[[Node], None]] = {
-    torch.ops.aten.feature_dropout.default: _drop_channels,
-    torch.ops.aten.scaled_dot_product_attention.default: _add_head_axis,
+    aten.feature_dropout.default: _drop_channels,
+    aten.scaled_dot_product_attention.default: _add_head_axis,
     **dict.fromkeys(_QUOTIENTS, _drop_by_bernoulli),
-    **dict.fromkeys((torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor), _drop_by_rounding),
-    **dict.fromkeys((torch.ops.aten.view.default, torch.ops.aten.reshape.default), _make_contiguous),
-    **dict.fromkeys((torch.ops.aten.cross_entropy_loss.default, torch.ops.aten.nll_loss_nd.default), _add_loss_axes),
+    **dict.fromkeys((aten.mul.Tensor, aten.mul_.Tensor), _drop_by_rounding),
+    **dict.fromkeys((aten.view.default, aten.reshape.default), _make_contiguous),
+    **dict.fromkeys((aten.cross_entropy_loss.default, aten.nll_loss_nd.default), _add_loss_axes),
 }

@@ -168,21 +168,17 @@ def _add_rows(rows: Any, places: Any, shape: Any) -> Any:
 # ---- near zero -------------------------------------------------------------------------------------------------------
 
 
-def _number(value: float, x: Any) -> Any:
-    return op.CastLike(op.Constant(value_float=value), x)
-
-
 def _expm1(x: Any) -> Any:
     """Return exp(x) - 1, exact where exp(x) is near 1."""
-    return op.Mul(op.Tanh(op.Mul(x, _number(0.5, x))), op.Add(op.Exp(x), _number(1.0, x)))
+    return op.Mul(op.Tanh(op.Mul(x, _constant(0.5, x))), op.Add(op.Exp(x), _constant(1.0, x)))
 
 
 def _log1p(x: Any) -> Any:
     """Return log(1 + x), as 2 atanh(x / (x + 2)) where x is small. Each branch gets safe inputs."""
-    is_small = op.Less(op.Abs(x), _number(0.5, x))
-    near = op.Where(is_small, x, _number(0.0, x))
-    far = op.Where(is_small, _number(1.0, x), op.Add(x, _number(1.0, x)))
-    small = op.Mul(op.Atanh(op.Div(near, op.Add(near, _number(2.0, x)))), _number(2.0, x))
+    is_small = op.Less(op.Abs(x), _constant(0.5, x))
+    near = op.Where(is_small, x, _constant(0.0, x))
+    far = op.Where(is_small, _constant(1.0, x), op.Add(x, _constant(1.0, x)))
+    small = op.Mul(op.Atanh(op.Div(near, op.Add(near, _constant(2.0, x)))), _constant(2.0, x))
     return op.Where(is_small, small, op.Log(far))
 
 
