@@ -126,7 +126,7 @@ class Printer:
 
     def other(self, argument: Any) -> Expression:
         """Return an argument that only this framework has."""
-        raise TypeError(f"a {type(argument).__name__} is an argument")
+        raise TypeError(f"a call has an argument of type {type(argument).__name__}")
 
     def place(self, index: Any) -> str:
         """Return an index or a slice as text."""

@@ -170,10 +170,7 @@ class Sizes:
         """Names of sizes."""
 
     def name(self, x: Value, dims: Iterable[str | None], shape: Callable[[Value], tuple[str, list[Any]]]) -> None:
-        """Name sizes of an input.
-
-        `shape` returns the function that computes the shape, and its arguments.
-        """
+        """Name sizes of an input. `shape` returns the call of its shape: function and arguments."""
         pairs = list(zip(*x.tensor.shapes, strict=True))
         new = {i: dim for i, dim in enumerate(dims) if dim is not None and pairs[i] not in self._known}
         has_all = len(new) == len(pairs) > 1
@@ -216,10 +213,7 @@ def on_host(
     to_device: Callable[[np.ndarray], Any],
     own: Mapping[str, Function] | None = None,
 ) -> dict[str, Function]:
-    """Return numpy's operators, with rows of a table for unknown sizes.
-
-    `own` are operators on such sizes that the class above lacks.
-    """
+    """Return numpy's operators, with `rows` for unknown sizes that neither these nor `own` compute."""
     with_sizes = {**{name: Numpy.operators[name] for name in _SAME_ON_SIZES}, **_ON_SIZES, **(own or {})}
     return {
         name: _either(function, with_sizes.get(name), name, rows.get(name), to_device)

@@ -19,10 +19,7 @@ _REMARK = re.compile(r"  # (type: ignore|noqa)[^\n]*")
 
 
 class SourceBundle:
-    """Definitions of modules of Onward under unique names, each after those that it needs.
-
-    Definitions of other packages are imported.
-    """
+    """Definitions of Onward under unique names, each after those that it needs, and imports of others."""
 
     def __init__(
         self,
@@ -63,10 +60,7 @@ class SourceBundle:
     def define(
         self, module: str, name: str, called: str | None = None, defaults: Mapping[str, str] | None = None
     ) -> str:
-        """Add a definition of a module and return its name here.
-
-        Required keywords may get `defaults`.
-        """
+        """Add a definition of a module, with `defaults` for required keywords; return its name."""
         module, _, other = self._instead.get(f"{module}.{name}", self._instead.get(module, module)).partition(":")
         name = other or name
         if (unique := self._names.get((module, name))) is not None:

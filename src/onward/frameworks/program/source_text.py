@@ -84,10 +84,7 @@ def program_beside(path: Path) -> Path:
 
 
 def number(value: Any, module: str = "math") -> str:
-    """Return a number as text, with the fewest digits that float32 or float64 needs.
-
-    `module` is the one that the program takes infinity from.
-    """
+    """Return a number as text, with the fewest digits of float32 or float64, or `module.inf`."""
     if isinstance(value, np.floating):
         plain, short = float(value), str(value)
     elif isinstance(value, float):

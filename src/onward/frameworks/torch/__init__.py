@@ -114,7 +114,7 @@ def _freeze_others(native: NativeRun) -> None:
     if optimized - named:
         raise UnsupportedError(
             f"the optimizer has {len(optimized - named)} parameters that the module does not have",
-            hint="put them into one module, for example of the model and the loss; "
+            hint="put them into one module: `nn.ModuleList([model, loss])`; "
             f"for float32 copies use `{MasterWeights.__module__}.MasterWeights`",
         )
     for parameter in native.module.parameters():
@@ -287,7 +287,9 @@ def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
     problems = Problems("the training model")
     for key, words in _WITHOUT_OBJECT.items():
         if key in run.recipe:
-            problems.add(f"{words}, which no PyTorch object does", "prepare it without, and do so in the loop")
+            problems.add(
+                f"{words}, which no PyTorch object does", f"prepare without `{key}`, and do this in the loop"
+            )
     problems.refuse()
     for value in _counters(run.model):  # add the batches of training outside of PyTorch
         assert value.const_value is not None and value.name is not None

@@ -196,7 +196,7 @@ def _check(module: nn.Module) -> None:
     problems = Problems("the module")
     for prefix, layer in _normalizations(module):
         if layer.training and layer.momentum is None:
-            problems.add(f"`{prefix}running_mean` is an average over all batches", "give the layer a momentum")
+            problems.add(f"`{prefix}running_mean` is an average over all batches", "set `momentum=0.1` in the layer")
     for name, layer in module.named_modules():
         _check_layer(name, layer, problems)
     for name, tensor in tensors_of(module):

@@ -165,9 +165,6 @@ class Summand(NamedTuple):
     scale: float
     targets: tuple[torch.Tensor, ...]
 
-    def value(self, prediction: torch.Tensor, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.loss(prediction, *targets) * self.scale
-
     def spec(self) -> Any:
         """Return the summand as an entry of a recipe."""
         is_soft = bool(self.targets) and self.targets[0].is_floating_point()
@@ -192,6 +189,8 @@ def summands(loss: Any, targets: Any) -> list[Summand]:
 
 
 def _of_output(output: str | None, loss: Any, targets: Any) -> Iterator[Summand]:
+    if isinstance(loss, Watching):
+        output, loss = loss.output, loss.loss
     if isinstance(loss, SumOfLosses):
         loss = list(loss.losses)
     if isinstance(loss, list):
@@ -201,11 +200,8 @@ def _of_output(output: str | None, loss: Any, targets: Any) -> Iterator[Summand]
                 f"there are {len(loss)} losses, but targets for {len(example_targets)}",
                 hint="pass targets for each loss",
             )
-        for term, its_targets in zip(loss, example_targets, strict=True):
-            yield from _of_output(output, term, its_targets)
-        return
-    if isinstance(loss, Watching):
-        yield from _of_output(loss.output, loss.loss, targets)
+        for term, targets_of_term in zip(loss, example_targets, strict=True):
+            yield from _of_output(output, term, targets_of_term)
         return
     scale = 1.0
     if isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[0], int | float):

@@ -100,7 +100,7 @@ class _SumOverProcesses(torch.autograd.Function):  # type: ignore[misc]
 def _normalize_together(
     x: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor, epsilon: float, statistics: Variance
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return normalized values and the statistics of all processes. Their batches may differ in size."""
+    """Return normalized values, and statistics of all processes, whose batches may differ in size."""
     axes = (0, *range(2, x.ndim))
     wide = x.float() if x.element_size() < 4 else x
     count = wide.new_full((1,), x.numel() // x.shape[1])

@@ -92,7 +92,7 @@ class NativeRun:
 
 
 def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: int = 3) -> None:
-    """Compare a run, which makes the steps, with its training model. Targets may be generated."""
+    """Compare steps of a run, which is changed, with its training model. Targets may be generated."""
     model = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
     terms = describe(model).steps[0].loss.terms
     for layer in native.module.modules():
@@ -126,15 +126,12 @@ def probe_live(native: NativeRun, run: RunState) -> None:
 
 
 def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any) -> None:
-    """Compare a step of a captured model with one of its module, which gets the weights of the
-    model.
+    """Compare a step of a captured model with one of its module, after copying the weights to it.
 
     Raises: MismatchError if the loss, a gradient or a statistic differs.
     """
     module = hollow_copy(module)
-    tensors = {
-        name: tensor for name, tensor in tensors_of(module) if name in model.graph.initializers
-    }  # tied ones once
+    tensors = {name: x for name, x in tensors_of(module) if name in model.graph.initializers}  # tied ones once
     for name, tensor in tensors.items():
         tensor.data = from_array(model.array(name)).to(tensor.dtype)
     try:
@@ -148,15 +145,8 @@ def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any
         return
     group = ParameterGroup(Spec("sgd", {"lr": _RATE}), list(trained))
     run = RunState(model=model, loss=loss, groups=[group], statistics="sample")
-    native = NativeRun(
-        module,
-        torch.optim.SGD(trained.values(), _RATE),
-        None,
-        loss_module,
-        summands(loss_module, None),
-        clip=None,
-        every=1,
-    )
+    optimizer = torch.optim.SGD(trained.values(), _RATE)
+    native = NativeRun(module, optimizer, None, loss_module, summands(loss_module, None), clip=None, every=1)
     probe_native(native, run, example_inputs, steps=1)
 
 
@@ -220,10 +210,7 @@ class _Prober:
         return arrays
 
     def _outputs(self, forward: Flat | _OwnNames) -> dict[str, torch.Tensor]:
-        """Return outputs by their names in the model.
-
-        A live module returns a single one unnamed.
-        """
+        """Return outputs by their names in the model. A live module does not name a single one."""
         outputs = forward(*forward.inputs.values())
         is_live = isinstance(forward.module, OnnxModule)
         return dict(zip(forward.module.output_names, outputs.values(), strict=True)) if is_live else outputs
@@ -255,7 +242,7 @@ class _Prober:
         for term, summand in zip(self._terms, self._native.summands, strict=True):
             prediction = outputs[term.output]
             targets = [from_array(batch[name]).to(prediction.device) for name in term.inputs]
-            total = total + summand.value(prediction, targets)
+            total = total + summand.loss(prediction, *targets) * summand.scale
         return total
 
 
@@ -274,17 +261,11 @@ def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> Non
         "step": run.step,
     }
     with tempfile.TemporaryDirectory() as folder:
-        inputs_file, results_file = Path(folder, "given.pt"), Path(folder, "results.pt")
+        inputs_file, results_file = Path(folder, "inputs.pt"), Path(folder, "results.pt")
         torch.save(inputs, inputs_file)
         batch = [] if trial is None else [trial.save(Path(folder), **settings)]
-        if not try_out(
-            str(Path(__file__).with_name("program") / "trial_script.py"),
-            program,
-            state,
-            inputs_file,
-            results_file,
-            *batch,
-        ):
+        script = str(Path(__file__).with_name("program") / "trial_script.py")
+        if not try_out(script, program, state, inputs_file, results_file, *batch):
             return
         results = torch.load(results_file, weights_only=True)
     _compare_state(results["state"], live)
@@ -327,9 +308,8 @@ def _compare(written: Mapping[str, Any], expected: Mapping[str, Any], live: Onnx
     arrays, expected_arrays = ({name: to_array(x) for name, x in outputs.items()} for outputs in (written, expected))
     tolerance = Tolerance(epsilon=epsilon_in(types_in(live.to_model())), least=0.0, equal_nan=True)
     hint = "report the model; use the live module: `onward.to_torch(training)`"
-    Comparison("that of the live module", hint, tolerance, lambda name: f"`{name or 'the output'}` of the program")(
-        arrays, expected_arrays
-    )
+    compare = Comparison("that of the live module", hint, tolerance, lambda n: f"`{n or 'the output'}` of the program")
+    compare(arrays, expected_arrays)
 
 
 class NothingDropped(TorchFunctionMode):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Runs as state files of PyTorch with a program beside them, and back. Files that are read are not executed."""
+"""Runs as state files of PyTorch with a program beside them, and back. Nothing read is executed."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _refuse(path: Path, problems: Iterator[str]) -> None:
 
 
 def _check_size(path: Path, module: Mapping[str, torch.Tensor]) -> None:
-    """Refuse archives that unpack to much more than a module, an optimizer of several slots and a scheduler need."""
+    """Refuse archives that unpack to much more than a module and several slots need."""
     most = 16 * sum(tensor.nbytes for tensor in module.values()) + _EXTRA_BYTES
     try:
         with zipfile.ZipFile(path) as archive:

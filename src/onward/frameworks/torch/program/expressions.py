@@ -59,7 +59,7 @@ class TorchPrinter(Printer):
     def __init__(
         self, name: Callable[[Value], Expression], sizes: Mapping[str, str], device: str, used_sizes: set[str]
     ):
-        """Take the names of sizes by symbol, and the device of the inputs. Printed symbols go to `used_sizes`."""
+        """Take size names by symbol, and the device of the inputs; add printed symbols to `used_sizes`."""
         super().__init__(name)
         self._sizes = sizes
         self._device = device
@@ -95,7 +95,7 @@ class TorchPrinter(Printer):
         return self.after(first, f".{called.text}", called.depth)
 
     def operand(self, argument: Any, other: Any) -> Expression:
-        """Return an operand. A constant of one element becomes a number if the result keeps its shape and type."""
+        """Return an operand, as a number if it is a constant of one element and the result is the same."""
         if isinstance(argument, Value) and argument.array is not None and isinstance(other, Value):
             constant, tensor = argument.tensor, other.tensor
             fits = argument.array.size == 1 and constant.ndim <= tensor.ndim and constant.dtype == tensor.dtype
@@ -121,7 +121,7 @@ class TorchPrinter(Printer):
             return Expression(str(argument))
         if argument is TRAINING:
             return Expression("self.training")
-        raise UnsupportedError(f"a {type(argument).__name__} is an argument", hint=LIVE)
+        raise UnsupportedError(f"a call has an argument of type {type(argument).__name__}", hint=LIVE)
 
     def _formula(self, formula: sympy.Expr) -> Expression:
         names = {}

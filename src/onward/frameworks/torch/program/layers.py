@@ -126,7 +126,7 @@ class Structure:
         """Path of a tensor -> its main path. Tied weights have several paths."""
 
     def claim(self, layer: Layer) -> str | None:
-        """Turn the module with the state of a layer into the layer, and return its path, if there is one."""
+        """Replace the module that has the state of a layer by the layer. Return its path, or None."""
         names = [*layer.state, *(["num_batches_tracked"] if "running_mean" in layer.state else [])]
         first, value = next(iter(layer.state.items()))
         main = self._aliases.get(value.path)

@@ -20,8 +20,8 @@ _MOVES = {
 }
 
 
-def simplify(steps: list[ProgramStep], outputs: list[Value]) -> list[ProgramStep]:
-    """Merge chains of calls that only move elements."""
+def _merge_moves(steps: list[ProgramStep], outputs: list[Value]) -> None:
+    """Shorten chains of calls that only move elements."""
     readers: dict[Value, list[ProgramStep]] = {}
     for step in steps:
         for value in step.values():
@@ -38,7 +38,6 @@ def simplify(steps: list[ProgramStep], outputs: list[Value]) -> list[ProgramStep
                 chain += following
             moved.update(chain)
             _shorten(chain)
-    return steps
 
 
 Call = tuple[str, list[Any]]
@@ -96,7 +95,7 @@ def _agree(a: torch.Tensor, b: torch.Tensor) -> bool:
     return all(a[position] == b[position] for position in positions) and torch.equal(a, b)
 
 
-def is_identity(step: ProgramStep) -> bool:
+def _is_identity(step: ProgramStep) -> bool:
     """True if a call returns its input unchanged."""
     source = step.arguments[0] if step.arguments else None
     if not isinstance(source, Value):
@@ -112,26 +111,24 @@ def is_identity(step: ProgramStep) -> bool:
 def shorten(program: ForwardCalls) -> ForwardCalls:
     """Return the program with fewer calls."""
     outputs = list(program.outputs.values())
-    steps = without_unused(simplify(program.steps, outputs), outputs)
+    _merge_moves(program.steps, outputs)
+    steps = without_unused(program.steps, outputs)
     for step in steps:
-        if is_identity(step):
-            _replace(steps, program, step.results[0], step.arguments[0])
+        if _is_identity(step):
+            new = {step.results[0]: step.arguments[0]}
+            for other in steps:
+                other.arguments, other.named = replace_values((other.arguments, other.named), new)
+            program.outputs = replace_values(program.outputs, new)
     steps = without_unused(steps, list(program.outputs.values()))
     uses = count_uses(steps, program.outputs.values())
     for step in steps:
         _fuse_attention(step, uses)
-        _reduce_at_once(step, uses)
+        _merge_squeeze(step, uses)
     program.steps = in_order(program.outputs.values())
     return program
 
 
-def _replace(steps: list[ProgramStep], program: ForwardCalls, old: Value, new: Value) -> None:
-    for step in steps:
-        step.arguments, step.named = replace_values((step.arguments, step.named), {old: new})
-    program.outputs = replace_values(program.outputs, {old: new})
-
-
-def _reduce_at_once(squeeze: ProgramStep, uses: dict[Value, int]) -> None:
+def _merge_squeeze(squeeze: ProgramStep, uses: dict[Value, int]) -> None:
     """Merge a squeeze into the reduction before it that keeps the same axes."""
     source = squeeze.arguments[0] if squeeze.function == "torch.Tensor.squeeze" else None
     reduction = _only(source, uses, *_REDUCTIONS)

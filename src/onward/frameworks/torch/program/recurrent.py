@@ -85,7 +85,7 @@ class _Recurrent:
         return self._reordered(tensor[direction] if rows == slice(None) else tensor[direction, rows])
 
     def _parameter(self, value: Value, direction: int, rows: slice) -> torch.Tensor | None:
-        """Return the parameter that has these gates in PyTorch's order, found by numbering its elements."""
+        """Return the parameter with these gates in PyTorch's order, found by numbering its elements."""
         parameters = sorted((s for s in sources(value) if s.path), key=lambda s: s.path)
         numbered, start = {}, 1
         for source in parameters:

@@ -52,7 +52,7 @@ class Source:
 
 
 def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
-    """Return the program of a run. `live` are its PyTorch objects, `file` is the name of its state file."""
+    """Return the program of a run with these PyTorch objects. `file` is the name of its state file."""
     module, optimizer, scheduler, loss = live
     program, model = _model(module)
     definitions = Definitions()
@@ -107,7 +107,7 @@ def state_of(source: Source, live: Any) -> dict[str, Any]:
 
 
 def run_program(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler | None, nn.Module]:
-    """Execute a program, and return its objects with the state of live ones. Tracebacks show its lines."""
+    """Execute a program with the state of live objects. Tracebacks show its lines."""
     name = f"<written by Onward, {id(source):x}>"
     linecache.cache[name] = len(source.text), None, source.text.splitlines(True), name
     namespace: dict[str, Any] = {"__name__": "written_by_onward"}
@@ -124,7 +124,7 @@ def run_program(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRSche
 
 
 def _loop(program: ForwardCalls, terms: Sequence[LossTerm], every: int, file: str) -> list[str]:
-    """Return a training loop. `every` is the number of updates per step of the scheduler, or 0 without one."""
+    """Return a training loop. `every` is the updates per step of the scheduler (0 without one)."""
     often = f"  # once in {every} updates" if every > 1 else ""
     arguments = argument_names(program)
     call = f"module({', '.join(arguments)})"

@@ -54,10 +54,7 @@ class Definitions:
         return [*start, *lines, *end]
 
     def _optimizer(self, optimizer: Optimizer, names: Mapping[int, str], parameters: str | None) -> list[str]:
-        """Return lines, and last the expression of the optimizer.
-
-        `parameters` is an expression for all parameters, if one group has them.
-        """
+        """Return lines, and the expression of the optimizer, of all `parameters` or of groups."""
         members = optimizer.optimizers if isinstance(optimizer, Together) else [optimizer]
         lines = []
         texts: list[str] = []
@@ -190,7 +187,7 @@ def _all_parameters(optimizer: Optimizer, by_id: Mapping[int, str], module: nn.M
 
 
 def _settings(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a group, with its initial learning rate, without those that are off by default."""
+    """Return the settings of a group at the start of its schedule, without those off by default."""
     optimizer_class = type(optimizer)
     common: dict[str, Any] = {}
     names, defaults = inspect.signature(optimizer_class).parameters.keys(), defaults_of(optimizer_class)

@@ -108,7 +108,7 @@ class GraphOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return state
 
     def function(self, names: Mapping[int, str], rate: float) -> FunctionOptimizer:
-        """Return the function with a learning rate and the current state. `names` are by `id` of a parameter."""
+        """Return the function with a learning rate, the current state, and names by `id`."""
         (group,) = self.param_groups
         trained = [p for p in group["params"] if p in self.state or id(p) in names]
         parameters = dict(zip(self._names, trained, strict=True))

@@ -125,61 +125,54 @@ def _clean(model: Model) -> None:
     optimize(Context(model))
 
 
+@dataclasses.dataclass
 class _FunctionMaker:
-    def __init__(
-        self,
-        name: str,
-        trace_of_step: Trace,
-        trained: Mapping[int, str],
-        group_of: Sequence[int],
-        rates: Sequence[float],
-    ):
-        self._name = name
-        self._trace = trace_of_step
-        self._trained = trained
-        self._group_of = group_of
-        self._rates = rates
-        self._places = trace_of_step.places
-        self._indices = list(dict.fromkeys(group_of[i] for i in trained))
+    name: str
+    trace: Trace
+    trained: Mapping[int, str]
+    group_of: Sequence[int]
+    rates: Sequence[float]
 
     def functions(self) -> list[TracedFunction]:
-        if all(self._stands_alone(index) for index in self._indices):
-            return [self._function([index]) for index in self._indices]
-        return [self._function(self._indices)]
+        """Return one function per group, or one for all if groups depend on each other."""
+        indices = list(dict.fromkeys(self.group_of[i] for i in self.trained))
+        if all(map(self._stands_alone, indices)):
+            return [self._function([index]) for index in indices]
+        return [self._function(indices)]
 
     def _owner(self, path: Path) -> int | None:
         """Return the group of a path, or None if it belongs to the whole optimizer."""
         if path[0] in ("parameter", "gradient") or (path[0] == "state" and isinstance(path[1], int)):
-            return self._group_of[path[1]]
+            return self.group_of[path[1]]
         return path[1] if path[0] == "group" else None
 
     def _stands_alone(self, index: int) -> bool:
         """True if a group does not depend on another."""
-        graph = self._trace.model.graph
+        graph = self.trace.model.graph
         results = [
             result
-            for path, result in zip(self._trace.results, graph.outputs, strict=True)
+            for path, result in zip(self.trace.results, graph.outputs, strict=True)
             if self._owner(path) in (index, None)
         ]
         _, reached = ancestors(results)
-        read = (path for path, value in zip(self._places, graph.inputs, strict=True) if value in reached)
+        read = (path for path, value in zip(self.trace.places, graph.inputs, strict=True) if value in reached)
         return all(self._owner(path) in (index, None) for path in read)
 
     def _function(self, indices: Sequence[int]) -> TracedFunction:
-        model = self._trace.model.copy()
+        model = self.trace.model.copy()
         graph = model.graph
-        graph.name = self._name
-        inputs = dict(zip(self._places, graph.inputs, strict=True))
-        results = dict(zip(self._trace.results, graph.outputs, strict=True))
-        paths = [p for p in self._places if self._owner(p) in (*indices, None) and not is_rate(p)]
-        rate = _one_rate(model, [inputs["group", i, RATE] for i in indices], [self._rates[i] for i in indices])
+        graph.name = self.name
+        inputs = dict(zip(self.trace.places, graph.inputs, strict=True))
+        results = dict(zip(self.trace.results, graph.outputs, strict=True))
+        paths = [p for p in self.trace.places if self._owner(p) in (*indices, None) and not is_rate(p)]
+        rate = _one_rate(model, [inputs["group", i, RATE] for i in indices], [self.rates[i] for i in indices])
         graph.outputs[:] = [results[path] for path in paths if path in results]
         graph.inputs[:] = [rate, *(inputs[path] for path in paths)]
         optimize(Context(model))
         name_inputs(model, [RATE, *(self._named(path, len(indices) == 1) for path in paths)])
-        paths_of_state = {inputs[path].name or "": path for path in self._trace.state if path in paths}
-        initial = {name: to_array(self._trace.state[path]).copy() for name, path in paths_of_state.items()}
-        function = FunctionOptimizer(self._name, model, self._rates[indices[0]], initial)
+        paths_of_state = {inputs[path].name or "": path for path in self.trace.state if path in paths}
+        initial = {name: to_array(self.trace.state[path]).copy() for name, path in paths_of_state.items()}
+        function = FunctionOptimizer(self.name, model, self.rates[indices[0]], initial)
         function.check()
         return TracedFunction(function, paths_of_state, indices[0])
 
@@ -188,11 +181,11 @@ class _FunctionMaker:
         slot = ".".join(str(key) for key in path[2:]).replace("/", ".")
         match path:
             case ("parameter", i):
-                return self._trained[i]
+                return self.trained[i]
             case ("gradient", i):
-                return gradient_of(self._trained[i])
+                return gradient_of(self.trained[i])
             case ("state", int(i), *_):
-                return f"{self._trained[i]}/{slot}"
+                return f"{self.trained[i]}/{slot}"
             case ("group", i, *_):
                 return slot if is_alone else f"{slot}.{i}"
             case _:
@@ -205,10 +198,8 @@ def _one_rate(model: Model, inputs: Sequence[ir.Value], rates: Sequence[float]) 
     rates_graph = ir.Graph([], [], nodes=[], opset_imports={"": model.opset}, name="rates")
     op = Builder(rates_graph, opset=model.opset, names=model.names())
     for value, rate in zip(inputs, rates, strict=True):
-        is_equal = rate == rates[0]
-        value.replace_all_uses_with(
-            first if is_equal else op.Mul(first, op.constant(np.float64(rate / rates[0]))).value
-        )
+        multiple = first if rate == rates[0] else op.Mul(first, op.constant(np.float64(rate / rates[0]))).value
+        value.replace_all_uses_with(multiple)
     nodes = list(rates_graph)
     rates_graph.remove(nodes)
     for node in reversed(nodes):

@@ -50,7 +50,7 @@ def leaves_of(optimizer: Optimizer) -> Leaves:
 
 
 def shell_of(optimizer: Optimizer, parameters: Mapping[int, Tensor], new: Callable[[Path, Any], Any]) -> Optimizer:
-    """Return an optimizer of the same class with other leaves and these parameters. Others are empty."""
+    """Return an optimizer of the same class with other leaves, and these or empty parameters."""
     shell: Optimizer = object.__new__(type(optimizer))
     vars(shell).update(vars(optimizer))
     vars(shell).pop("step", None)  # where a scheduler counts the steps of the original

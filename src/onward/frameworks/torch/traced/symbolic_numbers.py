@@ -28,7 +28,7 @@ from onward.model import Model
 
 
 def _double(value: Any) -> Any:
-    """Return a Python float as a float64 tensor. As an operator's argument it would pass through float32."""
+    """Return a Python float as a float64 tensor: a traced call would round it to float32."""
     return torch.tensor(value, dtype=torch.float64) if type(value) is float else value
 
 
@@ -214,10 +214,7 @@ class Question(NamedTuple):
 
 
 class Numbers(TorchFunctionMode):  # type: ignore[misc]
-    """Mode that computes with numbers as tensors.
-
-    `answers` are those to questions (default: yes).
-    """
+    """Mode that computes with numbers as tensors, with `answers` to questions (default: yes)."""
 
     def __init__(
         self,
