@@ -4,7 +4,6 @@ import functools
 import io
 import itertools
 import math
-from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -17,6 +16,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
 from torch_export import quiet  # noqa: E402
+from torch_nets import Net, step  # noqa: E402
 
 import onward  # noqa: E402
 from onward.engines import start  # noqa: E402
@@ -24,29 +24,11 @@ from onward.engines import start  # noqa: E402
 pytestmark = [needs("torch", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 
 
-class Net(nn.Module):
-    """What holds these modules, parameters and buffers, and computes this."""
-
-    def __init__(self, forward: Callable, **held):
-        super().__init__()
-        for name, one in held.items():
-            if isinstance(one, nn.Module | nn.Parameter):
-                setattr(self, name, one)
-            else:
-                self.register_buffer(name, one)
-        self._forward = forward
-
-    def forward(self, *inputs):
-        return self._forward(self, *inputs)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x):
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+def rms_norm(size):
+    return Net(
+        lambda s, x: s.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)),
+        weight=nn.Parameter(torch.ones(size)),
+    )
 
 
 class Block(nn.Module):
@@ -88,22 +70,13 @@ class MobileViT(nn.Module):
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.attention(x, x, x, need_weights=False)[0]
+def attention():
+    layer = nn.MultiheadAttention(6, 2, batch_first=True)
+    return Net(lambda s, x: s.attention(x, x, x, need_weights=False)[0], attention=layer)
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind, **options):
-        super().__init__()
-        self.layer = kind(6, 4, batch_first=True, **options)
-
-    def forward(self, x):
-        return self.layer(x)[0]
+def recurrent(kind, **options):
+    return Net(lambda s, x: s.layer(x)[0], layer=kind(6, 4, batch_first=True, **options))
 
 
 def tied_model():
@@ -189,12 +162,12 @@ KINDS = {
     "layer_norm_without_bias": (
         lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6, bias=False), nn.Linear(6, 6)), SEQUENCE
     ),
-    "rms_norm": (lambda: nn.Sequential(nn.Linear(6, 6), RMSNorm(6), nn.Linear(6, 6), RMSNorm(6)), SEQUENCE),
+    "rms_norm": (lambda: nn.Sequential(nn.Linear(6, 6), rms_norm(6), nn.Linear(6, 6), rms_norm(6)), SEQUENCE),
     "batch_norm": (lambda: normalized(lambda: nn.BatchNorm2d(4)), PICTURE),
     "embedding": (lambda: nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 3)), WORDS),
-    "attention": (Attention, SEQUENCE),
-    "lstm": (lambda: Recurrent(nn.LSTM, bidirectional=True), SEQUENCE),
-    "gru": (lambda: Recurrent(nn.GRU), SEQUENCE),
+    "attention": (attention, SEQUENCE),
+    "lstm": (lambda: recurrent(nn.LSTM, bidirectional=True), SEQUENCE),
+    "gru": (lambda: recurrent(nn.GRU), SEQUENCE),
     "prelu": (lambda: nn.Sequential(nn.Conv2d(4, 4, 3), nn.PReLU(), nn.Conv2d(4, 4, 1), nn.PReLU(4)), PICTURE),
     "positions": (
         lambda: Net(
@@ -411,13 +384,9 @@ def test_losses_are_those_of_pytorch(kind, exporter):
     with start(training, threads=1) as engine:
         for _ in range(10):
             x = torch.randn(x.shape) if x.is_floating_point() else torch.randint(0, 10, x.shape)
-            optimizer.zero_grad()
             y = module(x)
             wish = torch.randn(y.shape)
-            loss = torch.nn.functional.mse_loss(y, wish)
-            loss.backward()
-            optimizer.step()
-            wanted.append(float(loss.detach()))
+            wanted.append(step(F.mse_loss(y, wish), optimizer))
             found.append(float(engine.step({name: x.numpy(), target: wish.numpy()})["loss"]))
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
@@ -441,11 +410,7 @@ def _steps_on_tokens(module):
     rng = np.random.default_rng(0)
     for _ in range(8):
         tokens, target = rng.integers(0, 4, (5, 4)), rng.standard_normal((5, 11)).astype(np.float32)
-        loss = torch.nn.functional.mse_loss(module(torch.tensor(tokens)), torch.tensor(target))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        yield tokens, target, loss.item()
+        yield tokens, target, step(F.mse_loss(module(torch.tensor(tokens)), torch.tensor(target)), optimizer)
 
 
 @pytest.mark.parametrize("optimize", [True, False])
@@ -466,9 +431,7 @@ def test_rows_of_padding_do_not_learn(padding, optimize):
         for tokens, target, expected in _steps_on_tokens(module):
             found = engine.step(dict(zip(names, (tokens, target), strict=True)))["loss"]
             np.testing.assert_allclose(found, expected, rtol=1e-5)
-            optimizer.zero_grad()
-            loss_of(there(torch.tensor(tokens)), torch.tensor(target)).backward()
-            optimizer.step()
+            step(loss_of(there(torch.tensor(tokens)), torch.tensor(target)), optimizer)
         trained = engine.updated()
     expected = module.words.weight.detach().numpy()
     np.testing.assert_allclose(trained.array("words.weight"), expected, atol=1e-5)
@@ -525,22 +488,16 @@ def test_a_checkpoint_goes_on_in_the_file_that_was_exported_before(kind, exporte
     module, x = fresh(kind)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
 
-    def step():
-        optimizer.zero_grad()
-        y = module(torch.randn(x.shape, generator=generator))
-        loss = (y**2).mean()
-        loss.backward()
-        optimizer.step()
-        return float(loss.detach())
+    def steps(count):
+        return [step((module(torch.randn(x.shape, generator=generator)) ** 2).mean(), optimizer) for _ in range(count)]
 
     generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        step()
+    steps(3)
     torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
     training = onward.from_checkpoint(tmp_path / "checkpoint.pt", tmp_path / "model.onnx", loss="mse:constant=0")
     assert {*training.step().differentiated()} == {*dict(module.named_parameters())}
     state, found = generator.get_state(), []
-    wanted = [step() for _ in range(3)]
+    wanted = steps(3)
     generator.set_state(state)
     with start(training, threads=1) as engine:
         for _ in range(3):
@@ -591,12 +548,9 @@ def test_an_lstm_of_keras_has_one_bias():
     with start(training, threads=1) as engine:
         for _ in range(3):
             x = torch.randn(5, 3, 6)
-            optimizer.zero_grad()
-            loss = (module(x)[0] ** 2).mean()
-            loss.backward()
-            optimizer.step()
+            expected = step((module(x)[0] ** 2).mean(), optimizer)
             found = engine.step({training.inputs[0].name: x.numpy()})["loss"]
-            assert float(found) == pytest.approx(float(loss.detach()), rel=1e-5)
+            assert float(found) == pytest.approx(expected, rel=1e-5)
 
 
 def test_biases_that_tf2onnx_may_have_dropped_are_said():

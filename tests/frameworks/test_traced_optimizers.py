@@ -55,23 +55,33 @@ class AdaBelief(Optimizer):
                 p.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1 ** state["step"]))
 
 
-class LARS(Optimizer):
-    """Steps in proportion to the norm of each tensor."""
+class Simple(Optimizer):
+    """Updates each parameter by itself, in `update` of a subclass."""
 
-    def __init__(self, params, lr=1.0, momentum=0.9, trust=0.02):
-        super().__init__(params, {"lr": lr, "momentum": momentum, "trust": trust})
+    def __init__(self, params, lr=0.1, **settings):
+        super().__init__(params, {"lr": lr, **settings})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for p in group["params"]:
+            for i, p in enumerate(group["params"]):
                 if p.grad is not None:
-                    state = self.state[p]
-                    state.setdefault("momentum_buffer", torch.zeros_like(p))
-                    size, slope = torch.norm(p), torch.norm(p.grad)
-                    ratio = torch.where((size > 0) & (slope > 0), group["trust"] * size / slope, 1.0)
-                    state["momentum_buffer"] = group["momentum"] * state["momentum_buffer"] + ratio * p.grad
-                    p.sub_(state["momentum_buffer"], alpha=group["lr"])
+                    self.update(p, group, i)
+
+
+class LARS(Simple):
+    """Steps in proportion to the norm of each tensor."""
+
+    def __init__(self, params, lr=1.0, momentum=0.9, trust=0.02):
+        super().__init__(params, lr, momentum=momentum, trust=trust)
+
+    def update(self, p, group, i):
+        state = self.state[p]
+        state.setdefault("momentum_buffer", torch.zeros_like(p))
+        size, slope = torch.norm(p), torch.norm(p.grad)
+        ratio = torch.where((size > 0) & (slope > 0), group["trust"] * size / slope, 1.0)
+        state["momentum_buffer"] = group["momentum"] * state["momentum_buffer"] + ratio * p.grad
+        p.sub_(state["momentum_buffer"], alpha=group["lr"])
 
 
 class Normalized(Optimizer):
@@ -149,32 +159,27 @@ class ScheduleFree(Optimizer):
             group["k"] = k + 1
 
 
-class Rectified(Optimizer):
+class Rectified(Simple):
     """Does something else in its first updates, as RAdam does; and every third one."""
 
     def __init__(self, params, lr=0.01, beta=0.95):
-        super().__init__(params, {"lr": lr, "beta": beta})
+        super().__init__(params, lr, beta=beta)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, square=torch.zeros_like(p), slow=torch.clone(p))
-                state["step"] += 1
-                t, beta = state["step"], group["beta"]
-                state["square"].mul_(beta).addcmul_(p.grad, p.grad, value=1 - beta)
-                if t > 2:
-                    root = state["square"].sqrt().add_(1e-6)
-                    p.addcdiv_(p.grad, root, value=-group["lr"] * math.sqrt((1 - beta**t) / t))
-                else:
-                    p.add_(p.grad, alpha=-group["lr"])
-                if t % 3 == 0:
-                    state["slow"].add_(p - state["slow"], alpha=0.5)
-                    p.copy_(state["slow"])
+    def update(self, p, group, i):
+        state = self.state[p]
+        if not state:
+            state.update(step=0, square=torch.zeros_like(p), slow=torch.clone(p))
+        state["step"] += 1
+        t, beta = state["step"], group["beta"]
+        state["square"].mul_(beta).addcmul_(p.grad, p.grad, value=1 - beta)
+        if t > 2:
+            root = state["square"].sqrt().add_(1e-6)
+            p.addcdiv_(p.grad, root, value=-group["lr"] * math.sqrt((1 - beta**t) / t))
+        else:
+            p.add_(p.grad, alpha=-group["lr"])
+        if t % 3 == 0:
+            state["slow"].add_(p - state["slow"], alpha=0.5)
+            p.copy_(state["slow"])
 
 
 class Flagged(Optimizer):
@@ -194,90 +199,56 @@ class Flagged(Optimizer):
                 group["warm"] = True
 
 
-class First(Optimizer):
+class First(Simple):
     """Begins with the first gradient."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                if "buffer" not in state:
-                    state["buffer"] = torch.clone(p.grad)
-                else:
-                    state["buffer"].mul_(0.9).add_(p.grad)
-                p.add_(state["buffer"], alpha=-group["lr"])
+    def update(self, p, group, i):
+        state = self.state[p]
+        if "buffer" not in state:
+            state["buffer"] = torch.clone(p.grad)
+        else:
+            state["buffer"].mul_(0.9).add_(p.grad)
+        p.add_(state["buffer"], alpha=-group["lr"])
 
 
-class SAM(Optimizer):
+class SAM(Simple):
     """Looks at the loss twice (Foret et al. 2021)."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
 
     def step(self, closure=None):
         assert closure is not None, "SAM needs a closure"
 
 
-class Hard(Optimizer):
+class Hard(Simple):
     """Decides for each tensor by what is in it."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad.norm() > 1 and p.norm() > 1 and p.grad.mean() > p.mean():
-                    p.add_(p.grad, alpha=-group["lr"])
+    def update(self, p, group, i):
+        if p.grad.norm() > 1 and p.norm() > 1 and p.grad.mean() > p.mean():
+            p.add_(p.grad, alpha=-group["lr"])
 
 
-class Noisy(Optimizer):
+class Noisy(Simple):
     """Langevin dynamics: draws random numbers."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=0.1)
+    def update(self, p, group, i):
+        p.add_(p.grad, alpha=-group["lr"]).add_(torch.randn_like(p), alpha=0.1)
 
 
 CALLS = []
 
 
-class Outside(Optimizer):
+class Outside(Simple):
     """Keeps something where nobody looks."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
+    def update(self, p, group, i):
         CALLS.append(1)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(p.grad, alpha=-group["lr"] / len(CALLS))
+        p.add_(p.grad, alpha=-group["lr"] / len(CALLS))
 
 
-class Alternating(Optimizer):
+class Alternating(Simple):
     """Does not treat alike what is alike."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for i, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * (1 + i % 3))
+    def update(self, p, group, i):
+        p.add_(p.grad, alpha=-group["lr"] * (1 + i % 3))
 
 
 RNG = np.random.default_rng(0)

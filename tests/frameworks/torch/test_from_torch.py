@@ -20,6 +20,7 @@ from onward.errors import MismatchError, UnknownNameError, UnsupportedError
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch_nets import step  # noqa: E402
 from torch_runs import CASES, Loop, batches, cnn, without_dropout  # noqa: E402
 
 from onward.frameworks.torch import capture_module, from_torch, to_module, to_torch  # noqa: E402
@@ -519,9 +520,7 @@ def test_what_accelerate_puts_around_a_run(scheduler_of):
     plain = lr_scheduler.StepLR(optimizer if scheduler_of == "the wrapper" else inner, 2)
     scheduler = scheduled(plain, [optimizer])
     for _ in range(3):
-        optimizer.zero_grad()
-        F.cross_entropy(module(x), y).backward()
-        optimizer.step()
+        step(F.cross_entropy(module(x), y), optimizer)
         plain.step()
     training = from_torch(module, x, loss=nn.CrossEntropyLoss(), optimizer=optimizer, scheduler=scheduler)
     expected = from_torch(module, x, loss=nn.CrossEntropyLoss(), optimizer=inner, scheduler=plain)

@@ -12,23 +12,11 @@ from onward.engines import start
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch_nets import Net, step  # noqa: E402
 
 from onward.frameworks.torch.arguments import Flat  # noqa: E402
 
 pytestmark = [needs("torch", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
-
-
-class Of(nn.Module):
-    """Layers by name, and how they are called."""
-
-    def __init__(self, compute, **layers):
-        super().__init__()
-        self.compute = compute
-        for name, layer in layers.items():
-            setattr(self, name, layer)
-
-    def forward(self, *args, **kwargs):
-        return self.compute(self, *args, **kwargs)
 
 
 def images():
@@ -51,7 +39,7 @@ def encoder():
     def compute(self, x):
         return self.out(self.encoder(self.table(x), src_key_padding_mask=x == 0)[:, 0])
 
-    return Of(compute, table=nn.Embedding(11, 8, padding_idx=0), encoder=layers, out=nn.Linear(8, 3)), (x,)
+    return Net(compute, table=nn.Embedding(11, 8, padding_idx=0), encoder=layers, out=nn.Linear(8, 3)), (x,)
 
 
 def transformer():
@@ -61,7 +49,7 @@ def transformer():
         return self.out(made).mean(1)
 
     both = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-    return Of(compute, table=nn.Embedding(11, 8), both=both, out=nn.Linear(8, 3)), (*tokens(), *tokens())
+    return Net(compute, table=nn.Embedding(11, 8), both=both, out=nn.Linear(8, 3)), (*tokens(), *tokens())
 
 
 def attention():
@@ -71,7 +59,7 @@ def attention():
 
     attend = nn.MultiheadAttention(8, 2, batch_first=True, kdim=6, vdim=4, add_bias_kv=True, add_zero_attn=True)
     given = torch.randn(4, 5, 8), torch.randn(4, 7, 6), torch.randn(4, 7, 4)
-    return Of(compute, attend=attend, out=nn.Linear(8, 3)), given
+    return Net(compute, attend=attend, out=nn.Linear(8, 3)), given
 
 
 def attention_without_heads():
@@ -80,7 +68,7 @@ def attention_without_heads():
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         return self.out(F.scaled_dot_product_attention(q, k, v, mask)).mean(1)
 
-    return Of(compute, into=nn.Linear(5, 24), out=nn.Linear(8, 3)), (torch.randn(4, 6, 5),)
+    return Net(compute, into=nn.Linear(5, 24), out=nn.Linear(8, 3)), (torch.randn(4, 6, 5),)
 
 
 def recurrent():
@@ -90,7 +78,7 @@ def recurrent():
         other, _ = self.gru(x.transpose(0, 1))
         return self.out(made[:, -1] + other[-1]) + last[0].mean()
 
-    module = Of(
+    module = Net(
         compute,
         lstm=nn.LSTM(5, 6, 2, bidirectional=True, batch_first=True),
         gru=nn.GRU(5, 6, bidirectional=True),
@@ -103,11 +91,11 @@ def recurrent():
 def cell():
     def compute(self, x):
         h = c = torch.zeros(x.shape[0], 6)
-        for step in range(x.shape[1]):
-            h, c = self.cell(x[:, step], (h, c))
+        for i in range(x.shape[1]):
+            h, c = self.cell(x[:, i], (h, c))
         return self.out(h)
 
-    return Of(compute, cell=nn.LSTMCell(5, 6), out=nn.Linear(6, 3)), (torch.randn(4, 3, 5),)
+    return Net(compute, cell=nn.LSTMCell(5, 6), out=nn.Linear(6, 3)), (torch.randn(4, 3, 5),)
 
 
 def block(into, out):
@@ -124,7 +112,7 @@ def unet():
         return self.e(torch.cat([d, a], 1)).mean((2, 3))
 
     layers = {"a": block(3, 4), "b": block(4, 8), "c": block(8, 8), "d": block(16, 4), "e": nn.Conv2d(8, 3, 1)}
-    return Of(compute, **layers, up=nn.ConvTranspose2d(8, 8, 2, 2)), images()
+    return Net(compute, **layers, up=nn.ConvTranspose2d(8, 8, 2, 2)), images()
 
 
 def in_place():
@@ -136,7 +124,7 @@ def in_place():
 
     convolutions = {"first": nn.Conv2d(3, 8, 3, 2, 1, bias=False), "second": nn.Conv2d(8, 8, 3, 1, 1, bias=False)}
     norms = {"norm": nn.BatchNorm2d(8), "other": nn.BatchNorm2d(8)}
-    return Of(compute, **convolutions, **norms, out=nn.Linear(8, 3)), images()
+    return Net(compute, **convolutions, **norms, out=nn.Linear(8, 3)), images()
 
 
 def weight_norm():
@@ -148,7 +136,7 @@ def tied():
     def compute(self, x):
         return self.back(torch.tanh(self.hidden(self.table(x)))).mean(1)
 
-    module = Of(compute, table=nn.Embedding(11, 8), hidden=nn.Linear(8, 8), back=nn.Linear(8, 11, bias=False))
+    module = Net(compute, table=nn.Embedding(11, 8), hidden=nn.Linear(8, 8), back=nn.Linear(8, 11, bias=False))
     module.back.weight = module.table.weight
     return module, tokens()
 
@@ -162,7 +150,7 @@ def bags():
         )
         return self.out(made)
 
-    module = Of(
+    module = Net(
         compute,
         mean=nn.EmbeddingBag(11, 8, mode="mean", padding_idx=2, include_last_offset=True),
         total=nn.EmbeddingBag(11, 8, mode="sum"),
@@ -177,7 +165,7 @@ def nested():
         hidden = torch.relu(self.left(batch["x"]) + self.table(batch["id"]).mean(1)) * scale + more[0]
         return {"kinds": self.heads["kinds"](hidden), "hidden": [hidden, hidden * 2]}
 
-    module = Of(
+    module = Net(
         compute, left=nn.Linear(5, 8), table=nn.Embedding(7, 8), heads=nn.ModuleDict({"kinds": nn.Linear(8, 3)})
     )
     batch = {"x": torch.randn(4, 5), "id": torch.randint(0, 7, (4, 3))}
@@ -193,7 +181,7 @@ def ended():
             large = (hidden * 0 + 1) * torch.finfo(torch.float32).max
         return self.out(hidden.detach() * hidden) + (large.detach() / 3e38)[:, :3] * hidden[:, :3]
 
-    return Of(compute, into=nn.Linear(5, 5), out=nn.Linear(5, 3)), (torch.randn(4, 5),)
+    return Net(compute, into=nn.Linear(5, 5), out=nn.Linear(5, 3)), (torch.randn(4, 5),)
 
 
 QUICK = [attention_without_heads, bags, ended]
@@ -211,12 +199,8 @@ def test_a_run_goes_on(kind):
     def steps(module, optimizer, given, count):
         losses = []
         for _ in range(count):
-            optimizer.zero_grad()
             outputs = module(**given) if isinstance(given, dict) else module(*given)
-            value = loss(outputs["kinds"] if isinstance(outputs, dict) else outputs, classes)
-            value.backward()
-            optimizer.step()
-            losses.append(float(value.detach()))
+            losses.append(step(loss(outputs["kinds"] if isinstance(outputs, dict) else outputs, classes), optimizer))
         return losses
 
     steps(module, optimizer, given, 2)
@@ -273,7 +257,7 @@ def test_dropout_that_is_called():
         attended = F.scaled_dot_product_attention(hidden, hidden, hidden, None, 0.3 if self.training else 0.0)
         return self.out(attended.flatten(1))
 
-    module, x = Of(compute, into=nn.Linear(5, 8), out=nn.Linear(8, 3)), torch.randn(4, 5)
+    module, x = Net(compute, into=nn.Linear(5, 8), out=nn.Linear(8, 3)), torch.randn(4, 5)
     given = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     training = onward.from_torch(module, x, **given)
     assert sum(node.op_type == "Dropout" for node in training.graph.all_nodes()) == 2

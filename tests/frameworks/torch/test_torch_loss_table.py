@@ -22,6 +22,7 @@ import torch_loss_table as table  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch_loss_table import DATA, Losing, Predicting, Row  # noqa: E402
+from torch_nets import step  # noqa: E402
 
 from onward.frameworks.torch import capture_module, from_torch, to_module  # noqa: E402
 
@@ -63,13 +64,7 @@ def refusal_inside(row: Row) -> str | None:
 
 def on_torch(module: nn.Module, loss: Callable[..., Any]) -> Trained:
     optimizer = torch.optim.SGD(module.parameters(), RATE)
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
+    losses = [step(loss(), optimizer) for _ in range(STEPS)]
     return losses, {name: parameter.detach().numpy() for name, parameter in module.named_parameters()}
 
 

@@ -24,6 +24,7 @@ from onward.errors import Error, MismatchError, UnsupportedError
 torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch_nets import Net, step  # noqa: E402
 
 from onward.frameworks.torch import from_torch  # noqa: E402
 
@@ -193,11 +194,7 @@ def test_exact(kind: str) -> None:
         losses = [float(engine.step(batch)[engine.loss]) for _ in range(STEPS)]
         state = engine.state()
     for loss in losses:
-        optimizer.zero_grad()
-        expected = module(x)["loss"]
-        expected.backward()
-        optimizer.step()
-        np.testing.assert_allclose(loss, expected.item(), rtol=1e-5)
+        np.testing.assert_allclose(loss, step(module(x)["loss"], optimizer), rtol=1e-5)
     for name, parameter in module.named_parameters():
         array = parameter.detach().numpy()
         np.testing.assert_allclose(state[name], array, rtol=1e-5, atol=1e-5 * np.abs(array).max(), err_msg=name)
@@ -235,43 +232,33 @@ def test_samples_without_a_token(is_bool: bool) -> None:
 # ---- what the exporter drops -----------------------------------------------------------------------------------------
 
 
-class Embedding(nn.Module):
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.table, self.head, self.function = nn.Embedding(7, 3), nn.Linear(3, 2), function
+def embedding(function: Callable[..., Tensor], **options: Any) -> Net:
+    table, head = nn.Embedding(7, 3), nn.Linear(3, 2)
+    return Net(lambda s, tokens: s.head(function(tokens, s.table.weight, **options)), table=table, head=head)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.function(tokens, self.table.weight))
+
+def convolved(function: Callable[[Tensor], Tensor]) -> Net:
+    return Net(lambda s, x: function(s.layer(x)), layer=nn.Conv2d(2, 2, 1))
 
 
 TOKENS = torch.tensor([[0, 1, 1], [2, 0, 3], [1, 1, 1], [4, 5, 6]])
 IMAGES = torch.randn(4, 2, 9, 7, generator=torch.Generator().manual_seed(0))
 SCATTERED = torch.tensor([[0, 0, 1]] * 4)
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
-    "`embedding` has scale_grad_by_freq=True": (
-        lambda: Embedding(partial(F.embedding, scale_grad_by_freq=True)), TOKENS),
-    "`embedding` has max_norm=0.5": (lambda: Embedding(partial(F.embedding, max_norm=0.5)), TOKENS),
-    "`embedding` has sparse=True": (lambda: Embedding(partial(F.embedding, sparse=True)), TOKENS),
+    "`embedding` has scale_grad_by_freq=True": (lambda: embedding(F.embedding, scale_grad_by_freq=True), TOKENS),
+    "`embedding` has max_norm=0.5": (lambda: embedding(F.embedding, max_norm=0.5), TOKENS),
+    "`embedding` has sparse=True": (lambda: embedding(F.embedding, sparse=True), TOKENS),
     "`embedding_bag` has scale_grad_by_freq=True": (
-        lambda: Embedding(partial(F.embedding_bag, mode="sum", scale_grad_by_freq=True)), TOKENS),
+        lambda: embedding(F.embedding_bag, mode="sum", scale_grad_by_freq=True), TOKENS),
     "`avg_pool2d` has divisor_override=5": (
         lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.AvgPool2d(3, divisor_override=5)), IMAGES),
     "antialias=True and a scale_factor": (
-        lambda: Function(partial(F.interpolate, scale_factor=1.7, mode="bilinear", antialias=True)), IMAGES),
+        lambda: convolved(partial(F.interpolate, scale_factor=1.7, mode="bilinear", antialias=True)), IMAGES),
     '`scatter_reduce` has reduce="mean"': (
-        lambda: Function(lambda y: y.mean((2, 3)).repeat(1, 2)[:, :3].scatter_reduce(1, SCATTERED, y[:, 0, 0, :3],
-                                                                                    "mean")), IMAGES),
+        lambda: convolved(lambda y: y.mean((2, 3)).repeat(1, 2)[:, :3].scatter_reduce(1, SCATTERED, y[:, 0, 0, :3],
+                                                                                     "mean")), IMAGES),
 }  # fmt: skip
 """What is said -> a module, and what it takes."""
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Conv2d(2, 2, 1), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layer(x))
 
 
 @pytest.mark.parametrize("said", chosen(REFUSED, [*REFUSED][:1]))

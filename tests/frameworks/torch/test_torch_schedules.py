@@ -137,49 +137,30 @@ def test_optimizer_and_scheduler_go_together() -> None:
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
-def transformers_schedules() -> dict[str, Make]:
-    pytest.importorskip("transformers")
-    from transformers import optimization as t
-
-    return {
-        "constant": lambda o: t.get_constant_schedule(o),
-        "constant with warm-up": lambda o: t.get_constant_schedule_with_warmup(o, 9),
-        "linear": lambda o: t.get_linear_schedule_with_warmup(o, 10, 50),
-        "linear without warm-up": lambda o: t.get_linear_schedule_with_warmup(o, 0, 50),
-        "cosine": lambda o: t.get_cosine_schedule_with_warmup(o, 10, 50),
-        "cosine, twice": lambda o: t.get_cosine_schedule_with_warmup(o, 5, 41, num_cycles=2),
-        "cosine with a floor": lambda o: t.get_cosine_with_min_lr_schedule_with_warmup(o, 10, 50, min_lr_rate=0.1),
-        "restarts": lambda o: t.get_cosine_with_hard_restarts_schedule_with_warmup(o, 8, 50, num_cycles=3),
-        "polynomial": lambda o: t.get_polynomial_decay_schedule_with_warmup(o, 10, 50, lr_end=1e-3, power=2.0),
-        "inverse square root": lambda o: t.get_inverse_sqrt_schedule(o, 12),
-        "warm up, stay, fall": lambda o: t.get_wsd_schedule(o, 5, 20, num_stable_steps=15),
-        "warm up, stay, fall to a floor": lambda o: t.get_wsd_schedule(
-            o, 5, 20, num_stable_steps=15, decay_type="linear", min_lr_ratio=0.2
-        ),
-    }
-
-
-NAMES = [
-    "constant",
-    "constant with warm-up",
-    "linear",
-    "linear without warm-up",
-    "cosine",
-    "cosine, twice",
-    "cosine with a floor",
-    "restarts",
-    "polynomial",
-    "inverse square root",
-    "warm up, stay, fall",
-    "warm up, stay, fall to a floor",
-]
+TRANSFORMERS: dict[str, Callable[[Any, Any], Any]] = {
+    "constant": lambda t, o: t.get_constant_schedule(o),
+    "constant with warm-up": lambda t, o: t.get_constant_schedule_with_warmup(o, 9),
+    "linear": lambda t, o: t.get_linear_schedule_with_warmup(o, 10, 50),
+    "linear without warm-up": lambda t, o: t.get_linear_schedule_with_warmup(o, 0, 50),
+    "cosine": lambda t, o: t.get_cosine_schedule_with_warmup(o, 10, 50),
+    "cosine, twice": lambda t, o: t.get_cosine_schedule_with_warmup(o, 5, 41, num_cycles=2),
+    "cosine with a floor": lambda t, o: t.get_cosine_with_min_lr_schedule_with_warmup(o, 10, 50, min_lr_rate=0.1),
+    "restarts": lambda t, o: t.get_cosine_with_hard_restarts_schedule_with_warmup(o, 8, 50, num_cycles=3),
+    "polynomial": lambda t, o: t.get_polynomial_decay_schedule_with_warmup(o, 10, 50, lr_end=1e-3, power=2.0),
+    "inverse square root": lambda t, o: t.get_inverse_sqrt_schedule(o, 12),
+    "warm up, stay, fall": lambda t, o: t.get_wsd_schedule(o, 5, 20, num_stable_steps=15),
+    "warm up, stay, fall to a floor": lambda t, o: t.get_wsd_schedule(
+        o, 5, 20, num_stable_steps=15, decay_type="linear", min_lr_ratio=0.2
+    ),
+}
 
 
 @needs("transformers")
 @pytest.mark.parametrize("position", [0, 13, 41])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TRANSFORMERS)
 def test_from_transformers(name: str, position: int) -> None:
-    scheduler = transformers_schedules()[name](sgd())
+    optimization = pytest.importorskip("transformers").optimization
+    scheduler = TRANSFORMERS[name](optimization, sgd())
     rates_of(scheduler, position)
     read = read_schedule(scheduler)
     found = in_the_graph(read.specs, position + STEPS)[position:]
@@ -218,7 +199,7 @@ def test_a_function_is_believed_if_it_does_what_its_name_says() -> None:
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
 
-NATIVE = {
+MADE = {
     "constant": s.ConstantLR,
     "step:size=7,gamma=0.5": s.StepLR,
     "multistep:milestones=[3,20,41],gamma=0.3": s.MultiStepLR,
@@ -234,21 +215,24 @@ NATIVE = {
     "one_cycle:steps=150,pct_start=0.4,anneal=linear,three_phase=true,div_factor=5": s.OneCycleLR,
     "warmup:steps=10,start_factor=0.1,until=10 cosine:steps=30,after=torch,until=35 step:size=4": s.SequentialLR,
     "constant:until=5 cosine_restarts:period=4,mult=2,until=30 polynomial:steps=20": s.SequentialLR,
+    **dict.fromkeys(
+        (
+            "step:size=7,gamma=0.5,warmup=5",
+            "linear:steps=50,warmup=10",
+            "linear:steps=30,start_factor=2,end_factor=0.5",
+            "warmup:steps=20",
+            "polynomial:steps=45,power=2,end=0.01",
+            "cosine:steps=25,min=0.01",
+            "cosine:steps=40,warmup=8,warmup_start=0.1",
+            "cosine_restarts:period=7.5,mult=1.5",
+            "inverse_sqrt:timescale=10",
+            "inverse_sqrt:warmup=12",
+            "exponential:gamma=0.97,every=4,until=20 cosine:steps=25,min=0.01",
+            "constant:until=10 cosine:steps=30",
+        ),
+        s.LambdaLR,
+    ),
 }
-FORMULAS = [
-    "step:size=7,gamma=0.5,warmup=5",
-    "linear:steps=50,warmup=10",
-    "linear:steps=30,start_factor=2,end_factor=0.5",
-    "warmup:steps=20",
-    "polynomial:steps=45,power=2,end=0.01",
-    "cosine:steps=25,min=0.01",
-    "cosine:steps=40,warmup=8,warmup_start=0.1",
-    "cosine_restarts:period=7.5,mult=1.5",
-    "inverse_sqrt:timescale=10",
-    "inverse_sqrt:warmup=12",
-    "exponential:gamma=0.97,every=4,until=20 cosine:steps=25,min=0.01",
-    "constant:until=10 cosine:steps=30",
-]
 
 
 def run_at(schedule: str, step: int) -> RunState:
@@ -273,15 +257,9 @@ def check_made(schedule: str, step: int) -> Any:
 
 
 @pytest.mark.parametrize("step", [0, 1, 17, 41])
-@pytest.mark.parametrize("schedule", NATIVE)
+@pytest.mark.parametrize("schedule", MADE)
 def test_to_torch(schedule: str, step: int) -> None:
-    assert type(check_made(schedule, step)) is NATIVE[schedule]
-
-
-@pytest.mark.parametrize("step", [0, 1, 17, 41])
-@pytest.mark.parametrize("schedule", FORMULAS)
-def test_to_torch_by_a_formula(schedule: str, step: int) -> None:
-    assert type(check_made(schedule, step)) is s.LambdaLR
+    assert type(check_made(schedule, step)) is MADE[schedule]
 
 
 def test_after_the_end_of_a_cycle() -> None:
@@ -302,7 +280,7 @@ def test_to_torch_by_epochs(schedule: str, step: int) -> None:
     check_made(schedule, step)
 
 
-@pytest.mark.parametrize("schedule", [*NATIVE, *FORMULAS])
+@pytest.mark.parametrize("schedule", MADE)
 def test_there_and_back(schedule: str) -> None:
     scheduler = make_schedule(run_at(schedule, 11), sgd(LR, 2 * LR) if "min" not in schedule else sgd())
     read = read_schedule(scheduler)
@@ -312,7 +290,7 @@ def test_there_and_back(schedule: str) -> None:
 
 
 def test_every_schedule_is_tested() -> None:
-    assert {item.split(":")[0] for text in [*NATIVE, *FORMULAS] for item in text.split()} == SCHEDULES.keys()
+    assert {item.split(":")[0] for text in MADE for item in text.split()} == SCHEDULES.keys()
 
 
 def test_no_schedule_no_scheduler() -> None:

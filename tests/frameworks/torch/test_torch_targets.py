@@ -12,6 +12,7 @@ from onward.errors import MismatchError
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
+from torch_nets import step  # noqa: E402
 
 pytestmark = [needs("torch", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -77,13 +78,7 @@ def test_a_run_goes_on(name, is_given):
     with start(training, threads=1) as engine:
         batch = dict(zip(engine.inputs, [x.numpy(), *arrays(targets)], strict=True))
         found = [float(engine.step(batch)[engine.loss]) for _ in range(6)]
-    expected = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        value = native(net(x))
-        value.backward()
-        optimizer.step()
-        expected.append(float(value.detach()))
+    expected = [step(native(net(x)), optimizer) for _ in range(6)]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
