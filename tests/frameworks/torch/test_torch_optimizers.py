@@ -180,29 +180,27 @@ def test_groups_and_frozen_parameters() -> None:
     assert run.step == BEFORE
 
 
+def with_another(parameters: Any) -> list[Any]:
+    """Parameters, and one that the model does not use. It has no gradient, and no state but the initial one."""
+    return [*parameters, torch.nn.Parameter(torch.ones(3))]
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda parameters: torch.optim.Adam(parameters, lr=torch.tensor(0.01), eps=1e-3),
         lambda parameters: torch.optim.Adafactor(parameters),
         lambda parameters: torch.optim.SGD(parameters, lr=0.1, dampening=0.5),
+        lambda parameters: torch.optim.Adagrad(with_another(parameters), lr=0.1),
+        lambda parameters: torch.optim.Adam(with_another(parameters), lr=0.1),
     ],
-    ids=["a rate that is a tensor", "an eps that depends on the type", "a number without effect"],
-)
+    ids=["a rate that is a tensor", "an eps that depends on the type", "a number without effect",
+         "another parameter, of Adagrad", "another parameter, of Adam"],
+)  # fmt: skip
 def test_settings_as_torch_has_them(make: Any) -> None:
     start, gradients = data(tuple(SHAPES))
     parameters = as_parameters(start)
     theirs = make(parameters.values())
-    on_torch(theirs, parameters, gradients[:BEFORE])
-    goes_on_in_onnx(theirs, parameters, gradients[BEFORE:])
-
-
-@pytest.mark.parametrize("make", [torch.optim.Adagrad, torch.optim.Adam])
-def test_parameters_that_the_model_does_not_use(make: Any) -> None:
-    """They have no gradients, and no state but what the optimizer began with."""
-    start, gradients = data(tuple(SHAPES))
-    parameters = as_parameters(start)
-    theirs = make([*parameters.values(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
     on_torch(theirs, parameters, gradients[:BEFORE])
     goes_on_in_onnx(theirs, parameters, gradients[BEFORE:])
 

@@ -162,22 +162,12 @@ def _axes(axes: Sequence[int]) -> Any:
     return axes[0] if len(axes) == 1 else tuple(axes)
 
 
+_SIGNS = {
+    "Add": "+", "Sub": "-", "Mul": "*", "Div": "/", "MatMul": "@", "Less": "<", "LessOrEqual": "<=", "Greater": ">",
+    "GreaterOrEqual": ">=", "Equal": "==", "And": "&", "Or": "|", "BitwiseXor": "^", "Neg": "neg", "Not": "not",
+}  # fmt: skip
 _FORMS: dict[str, Form] = {
-    "Add": _infix("+"),
-    "Sub": _infix("-"),
-    "Mul": _infix("*"),
-    "Div": _infix("/"),
-    "MatMul": _infix("@"),
-    "Less": _infix("<"),
-    "LessOrEqual": _infix("<="),
-    "Greater": _infix(">"),
-    "GreaterOrEqual": _infix(">="),
-    "Equal": _infix("=="),
-    "And": _infix("&"),
-    "Or": _infix("|"),
-    "BitwiseXor": _infix("^"),
-    "Neg": _infix("neg"),
-    "Not": _infix("not"),
+    **{operator: _infix(sign) for operator, sign in _SIGNS.items()},
     "Gemm": _gemm,
     "ReduceSum": _reduction("sum"),
     "ReduceMean": _reduction("mean"),

@@ -287,9 +287,7 @@ def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
     problems = Problems("the training model")
     for key, words in _WITHOUT_OBJECT.items():
         if key in run.recipe:
-            problems.add(
-                f"{words}, which no PyTorch object does", f"prepare without `{key}`, and do this in the loop"
-            )
+            problems.add(f"{words}, which no PyTorch object does", f"prepare without `{key}`, and do this in the loop")
     problems.refuse()
     for value in _counters(run.model):  # add the batches of training outside of PyTorch
         assert value.const_value is not None and value.name is not None

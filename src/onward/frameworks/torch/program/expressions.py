@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -19,32 +19,13 @@ from onward.frameworks.torch.forward import LIVE
 from onward.frameworks.torch.program.recording import TRAINING, WhileTraining
 
 
-class Infix(NamedTuple):
-    sign: str
-    swapped: bool = False
-
-
-_BETWEEN = {
-    "add": Infix("+"),
-    "sub": Infix("-"),
-    "__rsub__": Infix("-", True),
-    "mul": Infix("*"),
-    "div": Infix("/"),
-    "__rtruediv__": Infix("/", True),
-    "__rdiv__": Infix("/", True),
-    "matmul": Infix("@"),
-    "__pow__": Infix("**"),
-    "__and__": Infix("&"),
-    "__or__": Infix("|"),
-    "__eq__": Infix("=="),
-    "eq": Infix("=="),
-    "__ne__": Infix("!="),
-    "gt": Infix(">"),
-    "ge": Infix(">="),
-    "lt": Infix("<"),
-    "le": Infix("<="),
-}
-_BEFORE = {"neg": "-", "__invert__": "~"}
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "__pow__": "**", "__and__": "&", "__or__": "|",
+    "__eq__": "==", "eq": "==", "__ne__": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=",
+}  # fmt: skip
+_SWAPPED = {"__rsub__": "-", "__rtruediv__": "/", "__rdiv__": "/"}
+"""Methods of the right operand."""
+_PREFIX = {"neg": "-", "__invert__": "~"}
 _SPREAD = {"reshape", "permute", "expand", "repeat", "view", "flip"}
 """Methods that take sizes or axes as separate arguments."""
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {"F.gelu": {"approximate": "none"}}
@@ -77,11 +58,12 @@ class TorchPrinter(Printer):
         first, *rest = step.arguments
         if method.endswith(".__get__"):
             return self.after(first, f".{method.removesuffix('.__get__')}")
-        if method in _BETWEEN and len(rest) == 1 and not step.named:
-            sign, is_swapped = _BETWEEN[method]
-            return self.between(sign, *((rest[0], first) if is_swapped else (first, rest[0])))
-        if method in _BEFORE and not rest:
-            return Expression(f"{_BEFORE[method]}{self.value(first).within(UNARY)}", UNARY, self.value(first).depth)
+        if method in _INFIX and len(rest) == 1 and not step.named:
+            return self.between(_INFIX[method], first, rest[0])
+        if method in _SWAPPED and len(rest) == 1 and not step.named:
+            return self.between(_SWAPPED[method], rest[0], first)
+        if method in _PREFIX and not rest:
+            return Expression(f"{_PREFIX[method]}{self.value(first).within(UNARY)}", UNARY, self.value(first).depth)
         if method == "__getitem__":
             places = rest[0] if isinstance(rest[0], tuple) else (rest[0],)
             return self.after(first, f"[{', '.join(map(self.place, places))}]")
