@@ -18,7 +18,6 @@ from onward.frameworks.torch.arguments import defaults_of
 from onward.frameworks.torch.forward import LIVE
 from onward.frameworks.torch.program.recording import TRAINING, WhileTraining
 
-
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "matmul": "@", "__pow__": "**", "__and__": "&", "__or__": "|",
     "__eq__": "==", "eq": "==", "__ne__": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<=",
