@@ -288,7 +288,7 @@ def test_a_resumed_run_is_told_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log", [b"", b"\n", b"\xff\xfe\x00", b'{"event": "start"', b"[" * 100_000, b"null\n1\n[]\n"])
 def test_a_log_without_events(tmp_path: Path, log: bytes) -> None:
     (tmp_path / "log.jsonl").write_bytes(log)
-    page(tmp_path).has("No step was logged.", "There is no training.onnx")
+    page(tmp_path).has("No step was logged.", "training.onnx is missing")
 
 
 def test_every_torn_log_gives_a_page(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_a_report_replaces_reports_alone(made: Path, tmp_path: Path, monkeypatch
     for name in before:
         for force in ([], ["--force"]):
             code, err = said("report", "run", "-o", f"run/{name}", *force)
-            assert code == 1 and "belongs to the run" in err
+            assert code == 1 and "is a file of the run" in err
     Path("mine.html").write_text("<!DOCTYPE html> mine")
     assert said("report", "run", "-o", "mine.html")[0] == 1
     assert said("report", "run", "-o", "mine.html", "--force")[0] == 0

@@ -17,7 +17,7 @@ from onward.errors import DataError, RecipeError, UnsupportedError, WriteError
 from onward.training.data.views import Order
 from onward.training.run import in_form_of
 from onward.web.content import pack, picture_of
-from onward.web.places import trained_file, training_file
+from onward.web.offsets import trained_file, training_file
 
 # ---- what is in the folder -------------------------------------------------------------------------------------------
 
@@ -80,11 +80,11 @@ def test_state_written_over_bytes_is_what_training_exports(recipe):
         state = engine.state()
         later = _with_state(training, state)
     files = []
-    for file in (model, whole):
-        content = bytearray(file.data)
-        for name, (begin, end) in file.places:
+    for data, spans in (model, whole):
+        content = bytearray(data)
+        for name, (begin, end) in spans:
             content[begin:end] = state[name].tobytes()
-        assert len(content) == len(file.data)
+        assert len(content) == len(data)
         files.append(onward.load(onnx.ModelProto.FromString(bytes(content))))
     expected = later if "lora" in recipe else in_form_of(original, later)
     _assert_same_tensors(files[0], onward.transform.strip(expected) if "lora" in recipe else expected)

@@ -1,8 +1,8 @@
-"""`page`: a folder with a page that trains a model in a browser, without a server behind it.
+"""Page that trains a model in a browser, as a folder for any static web server.
 
-content.py is what the page trains: lowered parts, state, data and their description, and what people may draw;
-places.py says where tensors are in files; writer.py writes the folder, with ONNX Runtime for browsers.
-The page itself is in static/: HTML, CSS and modules of JavaScript, as they are served.
+content.py collects what the page trains: lowered parts, state, data and their description;
+offsets.py locates state in the bytes of models; writer.py writes the folder, with ONNX Runtime for
+browsers. The page itself, HTML, CSS and JavaScript modules, is in static/.
 """
 
 from onward.web.writer import page

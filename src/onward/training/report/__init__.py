@@ -1,7 +1,6 @@
-"""`report`: a run as one HTML page to look at and to send to a colleague.
+"""Report of a run as one HTML page.
 
-history.py reads the log; headline.py and charts.py make words and pictures of it; document.py writes them
-down, with the style and the scripts in page/.
+history.py reads the log; charts.py and document.py make the page, with the style and scripts in page/.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ PathLike = str | os.PathLike[str]
 
 @checked()
 def report(run: PathLike, output: PathLike | None = None, *, force: bool = False) -> Path:
-    """Write the report of a run as a page of HTML, and return its path.
+    """Write an HTML report of a run, and return its path.
 
         onward.report("runs/digits")    # runs/digits/report.html
 
-    The run may still be going on, or have been killed; files that are missing or damaged are told on the page.
+    The run may still be training, or have been killed. The report names missing and damaged files.
 
     - `run`: the folder of the run
-    - `output`: the page, or a folder for it; `report.html` in the folder of the run unless given
-    - `force`: overwrite a file that is no report; files of the run never are
+    - `output`: the HTML file, or a folder for it (default: `report.html` in the folder of the run)
+    - `force`: overwrite a file that is not a report; files of the run are never overwritten
     """
     from onward.training.log import read_log
     from onward.training.report.document import document
@@ -40,29 +39,28 @@ def report(run: PathLike, output: PathLike | None = None, *, force: bool = False
     folder = Path(run)
     log = folder / "log.jsonl"
     if not log.is_file():
-        raise DataError(f"`{folder}` holds no run: there is no log.jsonl", hint="name the folder that a run wrote")
+        raise DataError(
+            f"`{folder}` holds no run: log.jsonl is missing", hint="pass the folder of a run: `onward report runs/NAME`"
+        )
     path = folder if output is None else Path(output)
     path = path / "report.html" if path.is_dir() else path
     _refuse_to_replace(path, folder, force)
     history = History().read(read_log(log))
-    config, complaint = _config(folder / "config.yaml")
-    summary, missing = summary_of(folder)
-    page = document(history, config, summary, [remark for remark in (complaint, missing) if remark])
-    write_file(path, page)
-    return path
-
-
-def _config(path: Path) -> tuple[dict[str, Any], str | None]:
+    config: dict[str, Any] = {}
+    remarks = []
     try:
-        return (read_configuration(path), None) if path.exists() else ({}, None)
+        config = read_configuration(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     except DataError as error:
-        return {}, error.message
+        remarks.append(error.message)
+    summary, remark = summary_of(folder)
+    write_file(path, document(history, config, summary, [*remarks, remark] if remark else remarks))
+    return path
 
 
 def _refuse_to_replace(path: Path, folder: Path, force: bool) -> None:
     if not path.exists() or (mentions(path, "<!DOCTYPE html>") and mentions(path, "<code>onward report</code>")):
         return
     if path.resolve().parent == folder.resolve():
-        raise WriteError(f"`{path}` is not a page, but belongs to the run", hint="name another file")
+        raise WriteError(f"`{path}` is a file of the run, not a report", hint="write another file: `-o report.html`")
     if not force:
-        raise WriteError(f"`{path}` exists, and is not such a page", hint="name another file, or use `--force`")
+        raise WriteError(f"`{path}` exists and is not a report", hint="write another file, or use `--force`")

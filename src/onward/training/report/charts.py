@@ -1,4 +1,4 @@
-"""What the page draws, as data: curves over steps, a map of gradients, histograms of weights."""
+"""Data of the charts: curves over steps, a heat map of gradients, histograms of weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from onward.training.report.history import ENDS, History, Series, best_step
 Chart = dict[str, Any]
 
 _MOST_METRICS = 12
-_MARKED = {"resume": "resumed", **{reason: word for reason, (word, kind, _) in ENDS.items() if kind != "good"}}
+_MARKED = {"resume": "resumed", **{reason: word for reason, (word, style, _) in ENDS.items() if style != "good"}}
 _MOST_MARKS = 40
 
 
 def charts(history: History) -> Chart:
-    """Everything that the script of the page needs."""
+    """Return the JSON that the scripts of the page draw."""
     norms = {name: series for name, series in history.norms.items() if series}
     many = len(norms) > MOST_LINES
     drawn = {} if many else norms
@@ -29,9 +29,9 @@ def charts(history: History) -> Chart:
         "last": history.step,
         "counts": [[0, 0, history.steps_per_epoch], *history.recounts],
         "marks": [
-            {"x": event.step, "kind": event.kind, "text": _MARKED[event.kind]}
+            {"x": event.step, "kind": event.name, "text": _MARKED[event.name]}
             for event in history.events
-            if event.kind in _MARKED
+            if event.name in _MARKED
         ][-_MOST_MARKS:],
         "curves": list(_curves(history)),
         "norms": _chart("gradient norms", lines, log=True) if lines else None,
@@ -44,9 +44,9 @@ def _curves(history: History) -> Iterator[Chart]:
     names = dict.fromkeys(["loss", *history.validation, *history.train])
     for name in list(names)[:_MOST_METRICS]:
         series = [
-            {"name": role, "role": role, **curve(found)}
-            for role, found in (("training", history.train.get(name)), ("validation", history.validation.get(name)))
-            if found
+            {"name": role, "role": role, **curve(values)}
+            for role, values in (("training", history.train.get(name)), ("validation", history.validation.get(name)))
+            if values
         ]
         if series:
             yield _chart(name, series, best=_best(history, name), log=_spans_decades(history, name))
@@ -61,14 +61,14 @@ def _chart(title: str, series: list[Chart], *, best: Chart | None = None, log: b
 
 
 def _summary(series: list[Chart]) -> str:
-    """The chart for those who do not see it."""
-    told = []
+    """Return a description of the chart for screen readers."""
+    texts = []
     for item in series[:MOST_LINES]:
         points = [(x, y) for x, y in zip(item["x"], item["y"], strict=True) if y is not None]
         if points:
             (first, start), (last, end) = points[0], points[-1]
-            told.append(f"{item['name']}: {short(start)} at step {first:,}, {short(end)} at step {last:,}")
-    return "; ".join(told)
+            texts.append(f"{item['name']}: {short(start)} at step {first:,}, {short(end)} at step {last:,}")
+    return "; ".join(texts)
 
 
 def _best(history: History, name: str) -> Chart | None:
@@ -78,23 +78,22 @@ def _best(history: History, name: str) -> Chart | None:
 
 
 def _spans_decades(history: History, name: str) -> bool:
-    """Whether a logarithmic scale shows more: values are positive, and the largest is a hundred times the least."""
-    found = [series for series in (history.train.get(name), history.validation.get(name)) if series]
-    values = [value for series in found for value in series.values if math.isfinite(value)]
+    """True if all values are positive and span two decades, so that a logarithmic scale shows more."""
+    series = [values for values in (history.train.get(name), history.validation.get(name)) if values]
+    values = [value for line in series for value in line.values if math.isfinite(value)]
     return bool(values) and min(values) > 0 and max(values) > 100 * min(values)
 
 
 # ---- long curves -----------------------------------------------------------------------------------------------------
 
 
-_MOST_POINTS = 900
-"""About as many as a chart has pixels."""
+_MOST_POINTS = 900  # about the width of a chart in pixels
 
 
 def curve(series: Series) -> dict[str, list[Any]]:
-    """`x` and `y`; of a long series means of equal stretches, with the least and the largest value of each.
+    """Return `x` and `y`; for a long series means of equal intervals, with their least and largest values.
 
-    A number that is not finite is None: the line has a gap there.
+    Values that are not finite are None, a gap in the line.
     """
     steps, values = np.asarray(series.steps), np.asarray(series.values)
     if len(steps) <= _MOST_POINTS:
@@ -117,7 +116,7 @@ def _round_all(values: np.ndarray, digits: int = 5) -> list[Any]:
 
 
 def round_to(value: float, digits: int = 5) -> float | None:
-    """As many digits as one sees; whole numbers without a point, since that is shorter."""
+    """Round to the digits that a chart shows; integers have no point, which is shorter in JSON."""
     if not math.isfinite(value):
         return None
     value = float(f"{value:.{digits}g}")
@@ -127,15 +126,14 @@ def round_to(value: float, digits: int = 5) -> float | None:
 # ---- layers: gradients and weights -----------------------------------------------------------------------------------
 
 
-MOST_LINES = 6
-"""More layers than these are a heat map: nobody can tell so many lines apart."""
+MOST_LINES = 6  # more layers are drawn as a heat map, since more lines are hard to tell apart
 _MOST_ROWS, _MOST_COLUMNS = 160, 150
 _MOST_LAYERS, _MOST_RIDGES = 60, 14
 _LEAST_BINS, _MOST_BINS = 8, 48
 
 
 def gradient_map(norms: dict[str, Series]) -> dict[str, Any]:
-    """Rows of layers, columns of stretches of time; each cell the geometric mean of the norms in it, None if none."""
+    """Return a row per layer and a column per interval of steps, with the geometric means of the norms."""
     names = list(norms)[:_MOST_ROWS]
     steps = np.unique(np.concatenate([np.asarray(norms[name].steps) for name in names]))
     starts = np.linspace(0, len(steps), min(len(steps), _MOST_COLUMNS), endpoint=False).astype(int)
@@ -150,51 +148,51 @@ def gradient_map(norms: dict[str, Series]) -> dict[str, Any]:
 
 def _cells(series: Series, starts: np.ndarray) -> list[float | None]:
     steps, values = np.asarray(series.steps), np.asarray(series.values)
-    good = np.isfinite(values) & (values > 0)  # a norm of zero has no place on a logarithmic scale
-    places = np.searchsorted(starts, steps[good], side="right") - 1
-    sums = np.bincount(places, np.log(values[good]), len(starts))
-    counts = np.bincount(places, minlength=len(starts))
+    good = np.isfinite(values) & (values > 0)  # zero has no logarithm
+    columns = np.searchsorted(starts, steps[good], side="right") - 1
+    sums = np.bincount(columns, np.log(values[good]), len(starts))
+    counts = np.bincount(columns, minlength=len(starts))
     with np.errstate(invalid="ignore"):
         return [round_to(value, 4) for value in np.exp(sums / counts).tolist()]
 
 
 def weight_histograms(history: History) -> list[dict[str, Any]]:
-    """For each layer the histograms at some moments over common intervals, as heights from 0 to 100."""
+    """Return the histograms of each layer at some steps over common bins, as heights from 0 to 100."""
     chosen = _pick_evenly(history.weights, _MOST_RIDGES)
     names = list(dict.fromkeys(name for _, layers in chosen for name in layers))
-    found = (_ridges(name, chosen) for name in names)
-    return [ridges for ridges in found if ridges][:_MOST_LAYERS]
+    layers = (_ridges(name, chosen) for name in names)
+    return [ridges for ridges in layers if ridges][:_MOST_LAYERS]
 
 
 def _pick_evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many, the first and the last among them."""
+    """Return at most `most` items, the first and the last among them."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def _ridges(name: str, snapshots: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Any] | None:
-    parts = [(step, _histogram(layers.get(name))) for step, layers in snapshots]
-    known = [(step, *histogram) for step, histogram in parts if histogram]
-    if not known:
+    stored = [(step, _histogram(layers.get(name))) for step, layers in snapshots]
+    histograms = [(step, *histogram) for step, histogram in stored if histogram]
+    if not histograms:
         return None
-    low, high = min(edges[0] for _, edges, _ in known), max(edges[-1] for _, edges, _ in known)
+    low, high = min(edges[0] for _, edges, _ in histograms), max(edges[-1] for _, edges, _ in histograms)
     if not high > low:  # all weights are equal
         low, high = low - 0.5, high + 0.5
-    numbers = max(counts.sum() for _, _, counts in known)
+    numbers = max(counts.sum() for _, _, counts in histograms)
     bounds = np.linspace(low, high, round(min(max(2 * numbers**0.5, _LEAST_BINS), _MOST_BINS)) + 1)
-    densities = [_rebin(edges, counts, bounds) for _, edges, counts in known]
+    densities = [_rebin(edges, counts, bounds) for _, edges, counts in histograms]
     return {
         "name": clean(name),
         "low": round_to(low),
         "high": round_to(high),
-        "steps": [step for step, _, _ in known],
+        "steps": [step for step, _, _ in histograms],
         "heights": [np.rint(100 * density / max(density.max(), 1e-300)).astype(int).tolist() for density in densities],
     }
 
 
 def _histogram(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
-    """Edges and counts, if that is what it is."""
+    """Return edges and counts, or None if the value of the log is not a histogram."""
     try:
         edges, counts = np.asarray(value["edges"], float), np.asarray(value["counts"], float)
     except (TypeError, ValueError, KeyError, OverflowError):
@@ -206,7 +204,7 @@ def _histogram(value: Any) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _rebin(edges: np.ndarray, counts: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """The share of values between each two of `bounds`, as if they were even between each two of `edges`."""
+    """Return the fraction of values between `bounds`, with even values between `edges`."""
     if edges[0] == edges[-1]:
         share = np.zeros(len(bounds) - 1)
         share[min(int(np.searchsorted(bounds, edges[0], side="right")) - 1, len(share) - 1)] = 1

@@ -1,4 +1,4 @@
-"""The page: one HTML file with everything in it, that asks nothing of the network."""
+"""HTML of a report: one file with its style and scripts, without network requests."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Markup(str):
 
 
 def tag(name: str, /, *content: str, **attributes: str | bool | None) -> Markup:
-    """An element. An attribute `class_` is `class`, `aria_label` is `aria-label`; False and None leave it out."""
-    written = "".join(
+    """Return an element. Attributes: `class_` is `class`, `aria_label` is `aria-label`; False and None are left out."""
+    attribute_text = "".join(
         f" {key.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escape(value)}"')
         for key, value in attributes.items()
         if value is not None and value is not False
     )
-    return Markup(f"<{name}{written}>{join(*content)}</{name}>")
+    return Markup(f"<{name}{attribute_text}>{join(*content)}</{name}>")
 
 
 def join(*content: str) -> Markup:
@@ -38,14 +38,14 @@ def join(*content: str) -> Markup:
 
 
 def escape(text: str) -> str:
-    """What a text is in HTML. Characters that do not print, and those that reorder others, are shown as escapes."""
+    """Escape text for HTML, also characters that do not print or that reorder others."""
     printable = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
     return html.escape(printable)
 
 
 def data(value: Any) -> Markup:
-    """A value as JSON that can stand in a script: nothing in it ends the script or begins a comment."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # which is ASCII
+    """Return a value as JSON that cannot end the script it stands in, nor begin a comment."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
@@ -81,7 +81,7 @@ def _resource(name: str) -> str:
 
 
 def _policy(script: str) -> str:
-    """Nothing is fetched, and no script runs but ours: a second lock behind escaping."""
+    """Return a policy that forbids requests and other scripts, in case something was not escaped."""
     fingerprint = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{fingerprint}'"
 
@@ -90,13 +90,13 @@ def _policy(script: str) -> str:
 
 
 def _header(name: str, history: History) -> Markup:
-    word, kind, _ = ENDS.get(history.reason or "", (history.reason or "unfinished", "open", ""))
+    word, style, _ = ENDS.get(history.reason or "", (history.reason or "unfinished", "open", ""))
     times = [event.time for event in history.events if event.time is not None]
     began = tag("p", f"Started {_time(times[0])}", class_="when") if times else ""
     return tag(
         "header",
         tag("p", "Training report", class_="kicker"),
-        tag("h1", name, " ", tag("span", shorten(word), class_=f"status {kind}")),
+        tag("h1", name, " ", tag("span", shorten(word), class_=f"status {style}")),
         began,
     )
 
@@ -104,13 +104,13 @@ def _header(name: str, history: History) -> Markup:
 def _warnings(history: History, remarks: list[str]) -> Iterator[Markup]:
     if history.reason == "not_finite":
         what = f"{history.failure[:1].upper()}{history.failure[1:]}."
-        kept = [event for event in history.events if event.kind == "save"]
-        saved = f" The last state that was saved is that after step {kept[-1].step:,}." if kept else ""
+        saves = [event for event in history.events if event.name == "save"]
+        saved = f" The last save was after step {saves[-1].step:,}." if saves else ""
         advice = " A lower learning rate, warm-up or clipped gradients often help."
         yield tag("div", tag("strong", "The run stopped. "), what + saved + advice, class_="alert bad", role="alert")
     if history.reason is None and history.step:
-        told = "It goes on, or it was killed; what is here is what its log said so far."
-        yield tag("div", tag("strong", "The run has not ended. "), told, class_="alert")
+        text = "It is still training, or was killed. This page shows its log so far."
+        yield tag("div", tag("strong", "The run has not ended. "), text, class_="alert")
     if not history.step:
         yield tag("div", tag("strong", "No step was logged. "), "There is nothing to draw yet.", class_="alert")
     for remark in remarks:
@@ -124,8 +124,8 @@ def _sections(
     history: History, config: dict[str, Any], summary: Summary | None, drawn: dict[str, Any]
 ) -> Iterator[Markup]:
     yield _cards(history, summary)
-    if told := list(facts(history, config, summary)):
-        yield _section("What was trained", tag("dl", *(_fact(*fact) for fact in told), class_="facts panel"))
+    if listed := list(facts(history, config, summary)):
+        yield _section("What was trained", tag("dl", *(_fact(*fact) for fact in listed), class_="facts panel"))
     if drawn["curves"]:
         yield _section("Curves", _controls(), _curves(drawn["curves"]))
     if drawn["norms"] or drawn["map"]:
@@ -171,10 +171,9 @@ def _controls() -> Markup:
 
 
 def _curves(curves: list[dict[str, Any]]) -> Markup:
-    without_script = tag("noscript", tag("p", "Charts are drawn by a script in this page, which does not run here."))
-    return join(
-        without_script, tag("div", *(_figure(c["title"], "curve", str(i)) for i, c in enumerate(curves)), class_="grid")
-    )
+    without_script = tag("noscript", tag("p", "The charts of this page need JavaScript."))
+    figures = (_figure(chart["title"], "curve", str(i)) for i, chart in enumerate(curves))
+    return join(without_script, tag("div", *figures, class_="grid"))
 
 
 def _figure(title: str, kind: str, index: str = "") -> Markup:
@@ -202,11 +201,13 @@ def _histograms(layers: list[dict[str, Any]]) -> Iterator[Markup]:
 
 
 def _table(header: list[str], rows: list[list[str | Markup]], numbers: set[int], left_out: int = 0) -> Markup:
-    """A table; columns whose index is in `numbers` are aligned at the right."""
+    """Return a table. Columns with an index in `numbers` are aligned on the right."""
 
-    def cells(kind: str, row: list[str] | list[str | Markup]) -> Iterator[Markup]:
+    def cells(element: str, row: list[str] | list[str | Markup]) -> Iterator[Markup]:
         for i, cell in enumerate(row):
-            yield tag(kind, cell, class_="number" if i in numbers else None, scope="col" if kind == "th" else None)
+            yield tag(
+                element, cell, class_="number" if i in numbers else None, scope="col" if element == "th" else None
+            )
 
     body = [tag("tr", *cells("td", row)) for row in rows]
     table = tag("table", tag("thead", tag("tr", *cells("th", header))), tag("tbody", *body))
@@ -216,13 +217,13 @@ def _table(header: list[str], rows: list[list[str | Markup]], numbers: set[int],
 
 def _validation(history: History) -> Markup:
     series = {"training loss": history.epochs} if history.epochs else {}
-    series |= {name: found for name, found in history.validation.items() if found}
-    steps = sorted({int(step) for found in series.values() for step in found.steps})
+    series |= {name: values for name, values in history.validation.items() if values}
+    steps = sorted({int(step) for values in series.values() for step in values.steps})
     shown = steps[-_MOST_ROWS:]
     rows: list[list[str | Markup]] = []
     for step in shown:
-        values = [found.at(step) for found in series.values()]
-        rows.append([f"{step:,}", *("" if value is None else f"{value:.6g}" for value in values)])
+        row = [values.at(step) for values in series.values()]
+        rows.append([f"{step:,}", *("" if value is None else f"{value:.6g}" for value in row)])
     header = ["step", *(shorten(name, 40) for name in series)]
     return _table(header, rows, set(range(len(header))), len(steps) - len(shown))
 
@@ -231,9 +232,9 @@ def _events(history: History) -> Markup:
     events = _most_telling(history.events)
     rows: list[list[str | Markup]] = [
         [
-            tag("span", "", class_=f"dot {event.kind if event.kind in _DOTS else ''}", aria_hidden="true"),
+            tag("span", "", class_=f"dot {event.name if event.name in _DOTS else ''}", aria_hidden="true"),
             f"{event.step:,}",
-            _epoch(history, event.step),
+            "" if (epochs := history.epochs_at(event.step)) is None else f"{epochs:.4g}",
             event.text,
             _time(event.time) if event.time is not None else "",
         ]
@@ -248,29 +249,29 @@ _DOTS = {"start", "save", "resume", *ENDS}
 
 
 def _most_telling(events: list[Event], most: int = 60) -> list[Event]:
-    """All, or where there are too many the last of those that are no saves, and the last saves."""
+    """Return all events; of too many, the last ones other than saves, and the last saves."""
     if len(events) <= most:
         return events
-    others = [i for i, event in enumerate(events) if event.kind != "save"][-most:]
-    saves = [i for i, event in enumerate(events) if event.kind == "save"][-max(most - len(others), 10) :]
+    others = [i for i, event in enumerate(events) if event.name != "save"][-most:]
+    saves = [i for i, event in enumerate(events) if event.name == "save"][-max(most - len(others), 10) :]
     return [events[i] for i in sorted([*others, *saves])]
-
-
-def _epoch(history: History, step: int) -> str:
-    epochs = history.epochs_at(step)
-    return "" if epochs is None else f"{epochs:.4g}"
 
 
 def _parameters(summary: Summary) -> Markup:
     largest = max(weight.numbers for weight in summary.weights) or 1
     shown = summary.weights[:_MOST_ROWS]
-    rows: list[list[str | Markup]] = []
-    for weight in shown:
-        bar = Markup(f'<meter min="0" max="{largest}" value="{weight.numbers}" aria-hidden="true"></meter>')
-        name = tag("code", shorten(weight.name, 70))
-        rows.append(
-            [name, weight.type, shape(weight.shape), f"{weight.numbers:,}", bar, size(weight.bytes), weight.role]
-        )
+    rows: list[list[str | Markup]] = [
+        [
+            tag("code", shorten(weight.name, 70)),
+            weight.type,
+            shape(weight.shape),
+            f"{weight.numbers:,}",
+            Markup(f'<meter min="0" max="{largest}" value="{weight.numbers}" aria-hidden="true"></meter>'),
+            size(weight.bytes),
+            weight.role,
+        ]
+        for weight in shown
+    ]
     header = ["name", "type", "shape", "numbers", "", "bytes", "role"]
     return _table(header, rows, {3, 5}, len(summary.weights) - len(shown))
 

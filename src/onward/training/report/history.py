@@ -1,4 +1,4 @@
-"""The history of a run, put together from its log. Whatever a line lacks is left out; nothing in it is believed."""
+"""History of a run, from its log. Missing values are left out, and every value is checked."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from onward.inspect.formatting import amount, quantity, setting
 from onward.inspect.render import step_rows
 from onward.training.progress import duration, short
 
-_KNOWN = {"event", "step", "epoch", "time", "lr", "samples", "seconds", "best"}
-"""What is no metric in the events `step` and `validation`."""
+_NOT_METRICS = {"event", "step", "epoch", "time", "lr", "samples", "seconds", "best"}
+"""Keys of the events `step` and `validation` that are not metrics."""
 _MOST_SNAPSHOTS = 96
 _LARGEST, _LONGEST = 2**53, 1e10
-"""Steps beyond which floats do not count, and seconds, which are 300 years."""
+"""Largest step (floats are exact up to here), and most seconds (300 years)."""
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened at a moment of the run, other than training itself."""
+    """Start, save, resume, note or end of a run."""
 
-    kind: str
+    name: str
     step: int
     text: str
     time: float | None = None
@@ -63,35 +63,34 @@ class Event:
 
 @dataclass
 class History:
-    """What a log tells. Steps that were made again after a resume are there once, as they were made last."""
+    """Series and events of a log. Steps repeated after a resume count once, with their last values."""
 
     start: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Series] = field(default_factory=dict)
     validation: dict[str, Series] = field(default_factory=dict)
     epochs: Series = field(default_factory=Series)
-    """The mean loss of each epoch, at its end."""
+    """Mean loss of each epoch, at its end."""
     rate: Series = field(default_factory=Series)
     speed: Series = field(default_factory=Series)
     """Samples per second."""
     norms: dict[str, Series] = field(default_factory=dict)
     weights: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Steps, and the histograms of parameters at them: all, or evenly chosen ones where there are many."""
+    """Steps, and histograms of parameters; every second one is dropped when there are too many."""
     events: list[Event] = field(default_factory=list)
     reason: str | None = None
-    """Why the run ended; None where it goes on, or was killed."""
+    """Why the run ended; None if it is still training, or was killed."""
     steps_per_epoch: int | None = None
     recounts: list[tuple[int, int, int]] = field(default_factory=list)
-    """Where other data began: the step, the epochs until then, and the steps of an epoch from there."""
+    """Resumes with other data: the step, the epochs until then, and the steps per epoch from there."""
     failure: str = ""
-    """What was not finite, in words."""
+    """Message about a loss that is not finite."""
     step: int = 0
-    """Steps made."""
     seconds: float = 0.0
     best: int | None = None
-    """The step after which the best model was saved."""
+    """Step of the best model."""
     _session: float = 0.0
     _seen: tuple[int, float] | None = (0, 0.0)
-    """The last step that told how many samples were seen so far, and how many."""
+    """The last step that recorded the number of samples so far, and that number."""
 
     def read(self, events: Iterable[dict[str, Any]]) -> History:
         for event in events:
@@ -103,13 +102,13 @@ class History:
         return self
 
     def epochs_at(self, step: float) -> float | None:
-        """Return how many epochs were made after a step; None where nobody knows how long they are."""
+        """Return the number of epochs after a step, or None if their length is unknown."""
         begin, epochs, length = self._count_at(step)
         return epochs + (step - begin) / length if length else None
 
     def _count_at(self, step: float) -> tuple[int, int, int | None]:
         counts = [(0, 0, self.steps_per_epoch), *self.recounts]
-        return [one for one in counts if one[0] < step or not one[0]][-1]
+        return [count for count in counts if count[0] < step or not count[0]][-1]
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -124,16 +123,18 @@ class History:
             self._forget_from(step)
         self.reason = None
         self.step = step
-        if self.steps_per_epoch is None and event.get("epoch") == 1:  # nobody knew, but now the first one is over
+        if (
+            self.steps_per_epoch is None and event.get("epoch") == 1
+        ):  # unknown at the start; now the first epoch is over
             self.steps_per_epoch = step - 1 or None
-        for name in event.keys() - _KNOWN:
+        for name in event.keys() - _NOT_METRICS:
             self._add(self.train, name, step, event[name])
         if (rate := _number(event.get("lr"))) is not None:
             self.rate.add(step, rate)
         self._add_speed(step, event)
 
     def _add_speed(self, step: int, event: dict[str, Any]) -> None:
-        """Samples of a step over its time. Not each step need have a line, so that samples are those of several."""
+        """Add the samples per second of a step. The log may skip steps, so samples are divided by their number."""
         seconds, samples = _seconds(event.get("seconds")), _number(event.get("samples"))
         if seconds is None:
             return
@@ -159,16 +160,16 @@ class History:
             self.epochs.add(step, loss)
 
     def _read_validation(self, step: int, event: dict[str, Any]) -> None:
-        for name in event.keys() - _KNOWN:
+        for name in event.keys() - _NOT_METRICS:
             self._add(self.validation, name, step, event[name])
 
     def _read_save(self, step: int, event: dict[str, Any]) -> None:
-        """The state was saved, or the best model, or one and then the other, which is told once."""
+        """Add a save of the state or of the best model; both after the same step are one event."""
         is_best = event.get("best") is True
         if is_best:
             self.best = step
         last = self.events[-1] if self.events else None
-        if last and last.kind == "save" and last.step == step:
+        if last and last.name == "save" and last.step == step:
             is_best = is_best or last.text != "saved"
             self.events.pop()
         self._add_event("save", step, "saved, the best so far" if is_best else "saved", event)
@@ -179,7 +180,7 @@ class History:
         epoch, batch, length = (_whole(event.get(name)) for name in ("epoch", "batch", "steps_per_epoch"))
         if epoch is not None and batch is not None and length:
             begin = step - batch
-            self.recounts = [one for one in self.recounts if one[0] < begin]
+            self.recounts = [count for count in self.recounts if count[0] < begin]
             if self.epochs_at(begin) != epoch or self._count_at(begin + 1)[2] != length:
                 self.recounts.append((begin, epoch, length))
         self._add_event("resume", step, f"resumed after {step:,} steps", event)
@@ -206,20 +207,14 @@ class History:
         if (number := _number(value)) is not None:
             to.setdefault(name, Series()).add(step, number)
 
-    def _add_event(self, kind: str, step: int, text: str, event: dict[str, Any]) -> None:
+    def _add_event(self, name: str, step: int, text: str, event: dict[str, Any]) -> None:
         time = _number(event.get("time"))
-        self.events.append(Event(kind, step, text, time if time is not None and math.isfinite(time) else None))
+        self.events.append(Event(name, step, text, time if time is not None and math.isfinite(time) else None))
 
     def _forget_from(self, step: int) -> None:
-        """The run went back to its last save: what came after it is no part of its history."""
-        for series in (
-            self.rate,
-            self.speed,
-            self.epochs,
-            *self.train.values(),
-            *self.validation.values(),
-            *self.norms.values(),
-        ):
+        """Drop this step and later ones: the run was resumed from an earlier save."""
+        by_name = (self.train, self.validation, self.norms)
+        for series in (self.rate, self.speed, self.epochs, *(series for group in by_name for series in group.values())):
             series.forget(step)
         self.weights = [item for item in self.weights if item[0] < step]
         if self.best is not None and self.best >= step:
@@ -235,11 +230,10 @@ ENDS = {
     "failed": ("failed", "bad", "failed, and saved"),
     "not_finite": ("loss not finite", "bad", ""),
 }
-"""Why a run ended: in a word, whether that is good, and as an event."""
+"""Reason for the end of a run -> its name, its style in the page, and its text as an event."""
 
 
 def _spell(value: float | None) -> str:
-    """A number that is not finite, as people write it."""
     if value is None or math.isfinite(value):
         return "not finite"
     return "NaN" if math.isnan(value) else "infinite" if value > 0 else "minus infinity"
@@ -271,7 +265,7 @@ def _whole(value: Any) -> int | None:
 # ---- headline --------------------------------------------------------------------------------------------------------
 
 
-_WANTED_ROWS = {"loss", "optimizer", "schedule", "clipping", "accumulate", "average", "loss scale"}
+_RECIPE_ROWS = {"loss", "optimizer", "schedule", "clipping", "accumulate", "average", "loss scale"}
 
 
 @dataclass(frozen=True)
@@ -282,18 +276,18 @@ class Card:
 
 
 def summary_of(folder: Path) -> tuple[Summary | None, str | None]:
-    """What the training model says about itself, or why it does not."""
+    """Return the description of the training model, or a remark that it is missing or damaged."""
     path = folder / "training.onnx"
     if not path.exists():
-        return None, "There is no training.onnx in the folder, so this page knows only what the log says."
+        return None, "training.onnx is missing: this page shows the log only."
     try:
         return describe(path), None
-    except Exception as error:  # whatever is wrong with it: a page without it is better than none
-        return None, f"training.onnx cannot be read ({first_line(error)}), so this page knows only what the log says."
+    except Exception as error:  # a report without the model is better than none
+        return None, f"training.onnx cannot be read ({first_line(error)}): this page shows the log only."
 
 
 def best_step(history: History) -> int | None:
-    """Where the best model was saved, or else the lowest loss of validation was seen."""
+    """Return the step of the best model, or else of the lowest validation loss."""
     if history.best is not None:
         return history.best
     loss = history.validation.get("loss", Series())
@@ -305,8 +299,8 @@ def best_step(history: History) -> int | None:
 
 
 def cards(history: History, summary: Summary | None) -> Iterator[Card]:
-    found = sorted((name for name, series in history.validation.items() if series), key=lambda name: name == "loss")
-    for name in found[:3]:
+    metrics = sorted((name for name, series in history.validation.items() if series), key=lambda name: name == "loss")
+    for name in metrics[:3]:
         yield _result_card(
             f"validation {name}" if name == "loss" else name, history.validation[name], best_step(history)
         )
@@ -317,15 +311,15 @@ def cards(history: History, summary: Summary | None) -> Iterator[Card]:
     if history.step:
         epochs = history.epochs_at(history.step)
         yield Card("steps", f"{history.step:,}", f"{epochs:.3g} epochs" if epochs is not None else "")
-    resumes = sum(event.kind == "resume" for event in history.events)
+    resumes = sum(event.name == "resume" for event in history.events)
     sittings = f"in {resumes + 1} sittings" if resumes else "in one go"
     yield Card("time", duration(history.seconds), sittings)
     if history.speed:
         middle = statistics.median(history.speed.values)
         yield Card("throughput", f"{middle:,.0f}" if middle >= 10 else short(middle), "samples per second, median")
     if summary is not None and summary.parameters["trained"].tensors:
-        part = summary.parameters["trained"]
-        yield Card("parameters", f"{part.numbers:,}", f"trained, in {quantity(part.tensors, 'tensor')}")
+        trained = summary.parameters["trained"]
+        yield Card("parameters", f"{trained.numbers:,}", f"trained, in {quantity(trained.tensors, 'tensor')}")
     elif isinstance(number := history.start.get("parameters"), int):
         yield Card("parameters", f"{number:,}", "trained")
 
@@ -339,7 +333,7 @@ def _result_card(label: str, series: Series, at: int | None) -> Card:
 
 
 def _late(series: Series) -> float | None:
-    """The mean of the last twentieth, at least of ten, as far as they are numbers."""
+    """Return the mean of the finite values in the last twentieth, or in the last ten if those are more."""
     late = [value for value in series.values[-max(len(series) // 20, 10) :] if math.isfinite(value)]
     return sum(late) / len(late) if late else None
 
@@ -348,37 +342,36 @@ def _late(series: Series) -> float | None:
 
 
 def facts(history: History, config: dict[str, Any], summary: Summary | None) -> Iterator[tuple[str, str]]:
-    """Labels, and texts beside them."""
+    """Yield labels and texts about the model, the recipe and the run."""
     start = history.start
     yield from _fact("model", start.get("model"))
     if summary is not None and summary.parameters["trained"].tensors:
         frozen = summary.parameters["frozen"]
-        kept = f"; frozen: {amount(frozen)}" if frozen.tensors else ""
-        yield "trained", amount(summary.parameters["trained"]) + kept
-    yield from _recipe(start, summary)
+        others = f"; frozen: {amount(frozen)}" if frozen.tensors else ""
+        yield "trained", amount(summary.parameters["trained"]) + others
+    if summary is not None and summary.steps:
+        yield from recipe_rows(summary)
+    elif isinstance(recipe := start.get("recipe"), dict):
+        for name, content in recipe.items():
+            yield from _fact(str(name), content)
     for label in ("data", "validation", "batch_size", "seed"):
         yield from _fact(label.replace("_", " "), config.get(label))
     epochs = start.get("epochs")
     if isinstance(epochs, int):
-        each = f" of {quantity(history.steps_per_epoch, 'step')}" if history.steps_per_epoch else ""
-        yield "planned", quantity(epochs, "epoch") + each
+        length = f" of {quantity(history.steps_per_epoch, 'step')}" if history.steps_per_epoch else ""
+        yield "planned", quantity(epochs, "epoch") + length
     ran = [setting(start[key]) for key in ("engine", "device") if start.get(key)]
     if ran:
         yield "ran on", ", ".join(ran)
 
 
-def _recipe(start: dict[str, Any], summary: Summary | None) -> Iterator[tuple[str, str]]:
-    """As the model has it; as the log has it where there is no model."""
-    if summary is not None and summary.steps:
-        label = ""
-        for name, content in step_rows(summary, summary.steps[0]):
-            label = name or label
-            if label in _WANTED_ROWS:
-                yield name, content if isinstance(content, str) else ", ".join(content)
-        return
-    recipe = start.get("recipe")
-    for name, content in recipe.items() if isinstance(recipe, dict) else ():
-        yield from _fact(str(name), content)
+def recipe_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the rows of the first step about its recipe. The label of further sections of a schedule is empty."""
+    label = ""
+    for name, content in step_rows(summary, summary.steps[0]):
+        label = name or label
+        if label in _RECIPE_ROWS:
+            yield name, content if isinstance(content, str) else ", ".join(content)
 
 
 def _fact(label: str, value: Any) -> Iterator[tuple[str, str]]:
