@@ -86,7 +86,7 @@ def test_misuse(folder: Path, arguments: str, message: str, hint: str) -> None:
 @needs("torch")
 def test_refusals(folder: Path) -> None:
     said, hint = failed("convert", "trainin.onnx", "--to", "torch")
-    assert said == "there is no file `trainin.onnx`" and "`training.onnx`" in hint
+    assert said == "the file `trainin.onnx` does not exist" and "`training.onnx`" in hint
     assert "--help" in failed("convert", "missing/x", "--to", "torch")[1]
     Path("run.py").touch()
     said, hint = failed("convert", "training.onnx", "--to", "torch", "-o", "run.pt")

@@ -84,7 +84,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, monkeypatch):
     command = ["train", "digits.onnx", "--data", "digits.npz", "--loss", "ce"]
     assert "no effect with folds" in failed(*command, "--folds", "3", "--validation", "0.2")[0]
     assert "no effect with --folds" in failed(*command, "--folds", "3", "-o", "x.onnx", code=2)[0]
-    assert "no fold 4 of 3" in failed(*command, "--folds", "3", "--fold", "4")[0]
+    assert "fold 4 of 3 does not exist" in failed(*command, "--folds", "3", "--fold", "4")[0]
     assert "`fold` needs `folds`" in failed(*command, "--fold", "1")[0]
     assert "cannot divide 67 rows into 100 folds" in failed(*command, "--folds", "100", "--run", "many")[0]
     assert not (tmp_path / "many").exists()

@@ -289,7 +289,7 @@ class Explosive:
 
 
 BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no file": (lambda p: p / "x.npz", "there is no .*x.npz"),
+    "no file": (lambda p: p / "x.npz", "x.npz` does not exist"),
     "unknown kind": (lambda p: [(p / "x.xyz").write_text("1"), p / "x.xyz"][1], r"the format of .*x.xyz \(`.xyz`\)"),
     "nothing in it": (lambda p: _text(p, ""), "x.csv is empty"),
     "npy of objects": (lambda p: _npy(p, np.array([Explosive()]), allow_pickle=True), "holds Python objects"),
@@ -309,8 +309,8 @@ BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "empty folder": (lambda p: p, "is empty"),
     "bytes": (lambda p: b"x.npz", "cannot train on bytes"),
     "no path": (lambda p: "", "the path of the data is empty"),
-    "long path": (lambda p: "x" * 300 + ".npz", "there is no xxx"),
-    "long path with a name": (lambda p: [f"a={'x' * 300}.npz"], "there is no xxx"),
+    "long path": (lambda p: "x" * 300 + ".npz", "xxx.npz` does not exist"),
+    "long path with a name": (lambda p: [f"a={'x' * 300}.npz"], "xxx.npz` does not exist"),
     "name twice": (lambda p: {1: np.zeros(3), "1": np.ones(3)}, "has 2 columns named `1`"),
     "no batches": (lambda p: lambda: 5, "an object of type `int`, not batches"),
     "csv without rows": (lambda p: _text(p, "a,b\n"), "x.csv has no rows"),

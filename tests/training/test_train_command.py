@@ -82,7 +82,7 @@ def test_command_finds_a_learning_rate(folder: Path) -> None:
             1,
             "error: missing `loss`: the model is not a training model\nhint:  for example",
         ),
-        ("digits.onnx --data no.npz --loss ce", 1, "error: there is no no.npz\nhint: "),
+        ("digits.onnx --data no.npz --loss ce", 1, "error: `no.npz` does not exist\nhint: "),
         (
             "digits.onnx --data digits.npz --loss ce --validation 3",
             1,

@@ -437,7 +437,7 @@ def test_folders_that_cannot_be_used(folder: Path) -> None:
         train("digits.onnx", "digits.npz", run="digits.npz/run", **RECIPE, **QUIET)
     with pytest.raises(DataError, match="holds no run"):
         resume("nothing")
-    with pytest.raises(DataError, match=r"there is no missing\.npz"):
+    with pytest.raises(DataError, match=r"`missing\.npz` does not exist"):
         train("digits.onnx", "missing.npz", run="unmade", **RECIPE, **QUIET)
     assert not Path("unmade").exists()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from onward import Model
     from onward.inspect import Summary
 
-Catalogue = Literal["losses", "optimizers", "schedules", "initializers", "preprocessing", "augmentations"]
+Catalog = Literal["losses", "optimizers", "schedules", "initializers", "preprocessing", "augmentations"]
 
 
 @dataclass(frozen=True)
@@ -33,45 +33,45 @@ class Entry:
     short_names: tuple[str, ...] = ()
 
 
-def entries(catalogue: Catalogue) -> dict[str, Entry]:
-    """Return the entries of a catalogue: names that a recipe can use, with options and defaults."""
+def entries(catalog: Catalog) -> dict[str, Entry]:
+    """Return the entries of a catalog: names that a recipe can use, with options and defaults."""
     from onward.recipe import initialize, losses, optimizers, schedules
     from onward.recipe.preprocessing.augmentations import AUGMENTATIONS
     from onward.recipe.preprocessing.operations import OPERATIONS
     from onward.recipe.spec import options_of
 
     listed: dict[str, Entry] = {}
-    if catalogue == "losses":
+    if catalog == "losses":
         for loss in losses.LOSSES.values():
             short = tuple(name for name, other in losses.LOSSES.items() if other is loss and name != loss.name)
             listed[loss.name] = Entry(loss.summary, {**loss.options, "scale": 1.0}, short_names=short)
-    elif catalogue == "optimizers":
+    elif catalog == "optimizers":
         for name, optimizer in optimizers.OPTIMIZERS.items():
             choices = {key: value for key, value in optimizer.choices.items() if isinstance(value, tuple)}
             usual = {key: value[0] if isinstance(value, tuple) else value for key, value in optimizer.choices.items()}
             listed[name] = Entry(optimizer.summary, {**optimizer.hyper, **usual}, choices)
-    elif catalogue == "schedules":
+    elif catalog == "schedules":
         for name, schedule in schedules.SCHEDULES.items():
             required = tuple(key for key, value in schedule.options.items() if value is None and key != "timescale")
             listed[name] = Entry(schedule.summary, schedule.options, schedule.choices, required)
-    elif catalogue == "initializers":
+    elif catalog == "initializers":
         listed["file"] = Entry("the value in the file", {})
         for name, initializer in initialize.INITIALIZERS.items():
             listed[name] = Entry(initializer.summary, initializer.options, initializer.choices)
     else:
         operations = {name: operation.build for name, operation in OPERATIONS.items()}
-        for name, function in (operations if catalogue == "preprocessing" else AUGMENTATIONS).items():
+        for name, function in (operations if catalog == "preprocessing" else AUGMENTATIONS).items():
             options, required = options_of(function)
             listed[name] = Entry((function.__doc__ or "").splitlines()[0], options, required=required)
     return listed
 
 
-def print_catalogue(catalogue: Catalogue, as_json: bool) -> None:
-    catalogue_entries = entries(catalogue)
+def print_catalog(catalog: Catalog, as_json: bool) -> None:
+    catalog_entries = entries(catalog)
     if as_json:
-        print_json({name: asdict(entry) for name, entry in catalogue_entries.items()})
+        print_json({name: asdict(entry) for name, entry in catalog_entries.items()})
         return
-    for name, entry in catalogue_entries.items():
+    for name, entry in catalog_entries.items():
         say(" or ".join([name, *entry.short_names]), style="bold")
         print_rows([["  ", entry.summary]])
         if entry.options:
@@ -108,7 +108,7 @@ def prepare(
     model: options.OptionalModel = None,
     *,
     listed: Annotated[
-        Catalogue | None,
+        Catalog | None,
         option(
             "--list",
             "WHAT",
@@ -134,7 +134,7 @@ def prepare(
     characters.
     """
     if listed is not None:
-        print_catalogue(listed, as_json)
+        print_catalog(listed, as_json)
         return
     recipe = select_given(StepOptions, typed)
     if config is not None:
@@ -291,9 +291,7 @@ def lower(
 
 
 def _parts(model: Model, steps: str | None) -> list[str]:
-    """Return the parts of a model. One without steps has `inference` only; a round of several has
-    no `apply`.
-    """
+    """Return the parts that a model has: `apply` needs a round of one step."""
     from onward.lowering.rounds import runs_per_step
     from onward.lowering.step import PARTS
 

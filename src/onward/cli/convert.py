@@ -119,7 +119,7 @@ def convert(
 def _missing(source: Path) -> InvalidModelError:
     siblings = [entry.name for entry in source.parent.iterdir()] if source.parent.is_dir() else []
     return InvalidModelError(
-        f"there is no file `{source}`", hint=suggest(source.name, siblings) or "see `onward convert --help`"
+        f"the file `{source}` does not exist", hint=suggest(source.name, siblings) or "see `onward convert --help`"
     )
 
 
@@ -150,9 +150,7 @@ def _convert_to(source: Path, to: str, output: Path | None, force: bool, program
 
 
 def _was_state(source: Path, to: str) -> bool:
-    """True if a model was made from a checkpoint and can become one. Keras checkpoints need the
-    layers of one.
-    """
+    """True if a model was made from a checkpoint and can become one; `keras` needs Keras layers."""
     import onward
     from onward.checkpoint.embedded import embedded_checkpoint
     from onward.checkpoint.formats import writable

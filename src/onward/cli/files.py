@@ -77,9 +77,7 @@ def _size(file: Path) -> str:
 
 
 def target(source: Path, output: Path | None, ending: str, *, data: Where = "auto", force: bool = False) -> Target:
-    """Return the output file: `output`, a file in that folder, or `model-ending.onnx` beside the
-    source.
-    """
+    """Return the output file: `output`, a file in it, or `model-ending.onnx` beside the source."""
     name = f"{source.name.removesuffix('.onnx')}-{ending}.onnx"
     path = source.parent / name if output is None else output / name if output.is_dir() else output
     if path.suffix in _OTHERS:

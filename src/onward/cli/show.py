@@ -244,7 +244,7 @@ def _values(fact: Fact) -> str:
 
 def _word(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_word(part)}" for key, part in value.items())
+        return ", ".join(f"{key} {_word(item)}" for key, item in value.items())
     if isinstance(value, float):
         return f"{value:.7g}"
     return "nothing" if value is None else word(value)

@@ -1,4 +1,4 @@
-"""Processes of a cluster, started and watched over by Ray Train."""
+"""Processes of a cluster, started and supervised by Ray Train."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onward.distribute import way_on
+from onward.distribute import resumption
 from onward.engines.distributed import RESTARTED, join_group
 from onward.errors import TrainingError, UnsupportedError, first_line
 from onward.training.run import TRAINING
 
 
 def launch(arguments: Sequence[str], workers: int, run: str | None, *, restarts: int = 0, device: str = "cpu") -> int:
-    """Run the command line in so many workers, and all of them again after a failure; the exit status.
+    """Run the command line in Ray workers, restarted together after a failure. Return the exit status.
 
-    Files and the folder of the run must be where all workers reach them under the same names.
+    Files and the run folder must have the same path on all workers.
     """
     for package in ("torch", "ray"):
         if importlib.util.find_spec(package) is None:
             raise UnsupportedError(
-                f"Ray Train starts workers that PyTorch connects, and `{package}` is not installed",
+                f"`--launch ray` needs `{package}`, which is not installed",
                 hint="pip install 'ray[train]' 'onward[torch]'",
             )
     import ray
@@ -37,7 +37,7 @@ def launch(arguments: Sequence[str], workers: int, run: str | None, *, restarts:
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init()
-    # Ray keeps a few notes about the workers, which nobody needs afterwards.
+    # Ray stores facts about its workers there; they are of no use later.
     notes = Path(run or "runs/run").resolve().with_name(f".ray-{os.getpid()}")
     job = {
         "arguments": list(arguments),
@@ -58,7 +58,7 @@ def launch(arguments: Sequence[str], workers: int, run: str | None, *, restarts:
         ).fit()
     except TrainingFailedError as error:
         raise TrainingError(
-            f"Ray has given up: {first_line(error)}", hint=way_on(None if run is None else Path(run), began)
+            f"Ray gave up: {first_line(error)}", hint=resumption(None if run is None else Path(run), began)
         ) from error
     finally:
         shutil.rmtree(notes, ignore_errors=True)
@@ -68,10 +68,10 @@ def launch(arguments: Sequence[str], workers: int, run: str | None, *, restarts:
 
 
 def _work(job: dict[str, Any]) -> None:
-    """What a worker does: the command, in the folder in which it was given."""
+    """Run the command in a worker, in the folder of the original command."""
     os.chdir(job["folder"])
     has_begun = job["run"] is not None and (Path(job["run"]) / TRAINING).exists()
-    (has_begun, *_) = join_group().gather(has_begun)  # before any of them begins
+    (has_begun, *_) = join_group().gather(has_begun)  # before any process creates the folder
     if has_begun and job["is_new"]:
         os.environ[RESTARTED] = "1"
     sys.argv = ["onward", *job["arguments"]]

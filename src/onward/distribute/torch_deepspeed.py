@@ -1,4 +1,4 @@
-"""DeepSpeed: what it must know of a module that executes a graph."""
+"""DeepSpeed ZeRO 3 for modules of `onward.to_torch`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import nn
 
 
 def gather_blocks(module: nn.Module) -> None:
-    """Tell ZeRO 3 which parameters are needed at a time: those of a block while it computes, others all the while.
+    """Let ZeRO 3 gather parameters block by block, and keep those outside blocks gathered.
 
-    To be called before `deepspeed.initialize`, on the module of `onward.to_torch(..., blocks=True)`.
+    Call it before `deepspeed.initialize`, with a module of `onward.to_torch(..., blocks=True)`.
     """
     from deepspeed import zero
     from deepspeed.utils import set_z3_leaf_modules

@@ -1,4 +1,4 @@
-"""FSDP2 of PyTorch: a module with its optimizer, sharded block by block."""
+"""FSDP2 of PyTorch: shards of a module and its optimizer, block by block."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from onward.frameworks.torch.exact import MasterWeights
 
 
 def shard_blocks(module: nn.Module, optimizer: Optimizer, **options: Any) -> None:
-    """Shard a module of `onward.to_torch(..., blocks=True)` in place, and let its optimizer go on with the shards.
+    """Shard a module of `onward.to_torch(..., blocks=True)` and its optimizer in place.
 
-    `fully_shard`, which gets the options, puts shards in the place of parameters; an optimizer that was made before
-    still has the whole ones, and its moments.
+    `fully_shard`, which gets the options, replaces parameters by shards. The optimizer still refers
+    to the whole parameters; its moments are sharded like them.
     """
     if isinstance(optimizer, MasterWeights):
         raise UnsupportedError(
-            "the optimizer works on copies of parameters in float32, which would stay whole",
-            hint="train it by `onward train --engine torch --strategy fsdp`",
+            "cannot shard float32 master weights: the optimizer updates whole copies",
+            hint="onward train --engine torch --strategy fsdp",
         )
     before = dict(module.named_parameters())
     for block in module.repeated_blocks():
@@ -39,7 +39,7 @@ def shard_blocks(module: nn.Module, optimizer: Optimizer, **options: Any) -> Non
 
 
 def _shard_like(value: Any, shard: DTensor) -> Any:
-    """Moments as their parameter is; numbers as they are."""
+    """Return a moment sharded like its parameter; other values unchanged."""
     if not isinstance(value, torch.Tensor) or value.shape != shard.shape or not value.ndim:
         return value
     return distribute_tensor(value, shard.device_mesh, shard.placements)

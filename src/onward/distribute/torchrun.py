@@ -1,4 +1,4 @@
-"""Processes on this machine, started and watched over by what torchrun itself is made of."""
+"""Processes on this machine, started and supervised by the launcher of torchrun."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from onward.distribute import way_on
+from onward.distribute import resumption
 from onward.errors import TrainingError, UnsupportedError
 
 
 def launch(arguments: Sequence[str], processes: int, restarts: int = 0, run: Path | None = None) -> int:
-    """Run the command line in several processes, and all of them again after a failure. Return the exit status.
+    """Run the command line in processes, restarted together after a failure. Return the exit status.
 
-    Args:
-        run: The folder of the run, if the command line names one.
+    `run` is the folder of the run, if the command line names one.
 
     Raises:
-        TrainingError: if a process was killed, which says nothing itself.
+        TrainingError: if a process was killed, so that it could not report an error itself.
     """
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(
-            "several processes are started by torchrun, and PyTorch is not installed",
+            "`--nproc` needs PyTorch, which is not installed",
             hint="pip install 'onward[torch]'",
         )
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.disable(logging.CRITICAL)  # processes speak for themselves
+    logging.disable(logging.CRITICAL)  # processes print their own errors
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // processes, 1)))
     config = LaunchConfig(
         min_nodes=1,
@@ -53,9 +52,9 @@ def launch(arguments: Sequence[str], processes: int, restarts: int = 0, run: Pat
         if killed:
             rank, failure = min(killed, key=lambda item: item[1].timestamp)
             raise TrainingError(
-                f"process {rank} of {processes} was killed ({failure.signal_name()})", hint=way_on(run, began)
+                f"process {rank} of {processes} was killed ({failure.signal_name()})", hint=resumption(run, began)
             ) from None
         return max((failure.exitcode for failure in error.failures.values()), default=1) or 1
-    except SignalException:  # Ctrl-C, which was handed on: processes finished their step and saved
+    except SignalException:  # Ctrl-C was forwarded: the processes finished their step and saved
         return 130
     return 0

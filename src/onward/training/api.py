@@ -143,7 +143,9 @@ def train(
         original = strip(quantize.add(original, options["quantize"]))
     if requested.keep_preprocessing:
         if prepared.preprocess is None:
-            raise RecipeError("there is no preprocessing to keep", hint="add it: `preprocess=...` (`--preprocess`)")
+            raise RecipeError(
+                "the recipe has no preprocessing to keep", hint="add it: `preprocess=...` (`--preprocess`)"
+            )
         original = with_preprocessing(original, prepared.preprocess)
     resolved = dataclasses.replace(
         requested,
@@ -291,7 +293,7 @@ def _schedule_notes(training: Model, config: Config, feed: Feed, progress: Posit
                 return []
             return [
                 f"the schedule ends at step {end:,} of {updates:,}: the learning rate is {rate:.3g} from there; "
-                f"to cover the run, give it `steps={length - (end - updates) // every:g}`"
+                f"to cover the run, set `steps={length - (end - updates) // every:g}`"
             ]
     return []
 

@@ -83,9 +83,7 @@ class Callback:
     """
 
     def start(self, status: Status) -> Any:
-        """Handle the start of a run, after the first validation. In a resumed run, `status.step` is
-        not 0.
-        """
+        """Handle the start of a run, after its first validation, or a resume (`status.step > 0`)."""
 
     def step(self, status: Status) -> Any:
         """Handle the end of a step."""
@@ -168,9 +166,7 @@ class LogCallback(Callback):
 
 
 class StatisticsCallback(Callback):
-    """Logs gradient norms once per epoch, or every 500 steps, and weight histograms after each
-    epoch.
-    """
+    """Logs gradient norms once per epoch or 500 steps, and weight histograms once per epoch."""
 
     def __init__(self, board: EventWriter | None):
         self._board = board
@@ -194,9 +190,7 @@ class StatisticsCallback(Callback):
 
 
 class BestModelCallback(Callback):
-    """Saves the model with the best validation result, and stops without improvement for
-    `patience`.
-    """
+    """Saves the model with the best validation result, and stops early after `patience` epochs."""
 
     def __init__(self, folder: Folder, measures: Measures, patience: int | None):
         self._folder, self._measures, self._patience = folder, measures, patience
@@ -219,9 +213,7 @@ class BestModelCallback(Callback):
 
 
 class Saver(Callback):
-    """Saves the state at intervals. It is the last callback, so that it saves the notes of the
-    others.
-    """
+    """Saves the state at intervals. It is the last callback, to save what the others changed."""
 
     def __init__(self, folder: Folder, every: float, at: Position):
         self._folder, self._every = folder, every

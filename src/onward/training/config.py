@@ -165,18 +165,14 @@ class Config(TrainConfig, ModelAndData):
         return engines.start(training, self.steps, engine=self.engine, **options)
 
     def on_engine(self, engine: str, device: str) -> Config:
-        """Return the configuration for another engine or device, without options of the previous
-        engine.
-        """
+        """Return the configuration for another engine or device, without options of the old one."""
         if engine == self.engine:
             return dataclasses.replace(self, device=device)
         defaults = {name: usual for name, usual in _ENGINE_DEFAULTS.items() if name != "compile"}
         return dataclasses.replace(self, **{**defaults, "engine": engine, "device": device})
 
     def shared_out(self, strategy: Parallel | None, mesh: str | None, deepspeed_config: Any) -> Config:
-        """Return the configuration with another parallel strategy, mesh or DeepSpeed configuration,
-        if given.
-        """
+        """Return the configuration with these values, if any of them is not None."""
         if strategy in (None, self.strategy) and mesh is None and deepspeed_config is None:
             unchanged = self.deepspeed_config
             if isinstance(unchanged, Mapping):  # the number of processes may differ now
@@ -186,9 +182,7 @@ class Config(TrainConfig, ModelAndData):
         return dataclasses.replace(self, strategy=strategy or previous, mesh=mesh, deepspeed_config=deepspeed_config)
 
     def spread_over(self, group: ProcessGroup) -> Config:
-        """Return the configuration for a process group, with the default strategy: each process
-        gets a shard of every batch.
-        """
+        """Return the configuration for a process group (default strategy: data parallel)."""
         content = read_deepspeed_config(self.deepspeed_config)  # not its path: a run needs only its folder
         config = dataclasses.replace(self, deepspeed_config=content)
         if group.size == 1:
@@ -221,9 +215,7 @@ class Config(TrainConfig, ModelAndData):
 
     @classmethod
     def from_settings(cls, stored: Mapping[str, Any], **changes: Any) -> Config:
-        """Return the stored configuration with new values. Data that were Python objects must be
-        new.
-        """
+        """Return the stored configuration with changes. Data from Python must be passed again."""
         settings = {**stored, **{name: value for name, value in changes.items() if value is not None}}
         if missing := [name for name in ("data", "batch_size") if settings.get(name) is None]:
             raise DataError(f"the configuration of this run lacks `{missing[0]}`", hint=EDITED)

@@ -53,8 +53,8 @@ class CrossValidation:
     @property
     def runs(self) -> list[Run]:
         """Return the runs that were started, in the order of folds."""
-        places = [self.place(fold) for fold in range(1, self.folds + 1)]
-        return [Run(place) for place in places if (place / TRAINING).exists()]
+        folders = [self.place(fold) for fold in range(1, self.folds + 1)]
+        return [Run(folder) for folder in folders if (folder / TRAINING).exists()]
 
     @property
     def is_finished(self) -> bool:

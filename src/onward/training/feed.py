@@ -72,17 +72,17 @@ class Feed:
     """The only batch size of the model, if it is fixed."""
     classes: tuple[str, ...] | None = None
     """Class names of the labels."""
-    sources: tuple[_Part, ...] = ()
+    sources: tuple[_Source, ...] = ()
     """The data before a split, and separate validation data, if any."""
 
     def identify(self) -> dict[str, Any]:
         """Return the facts by which `resume` recognizes the data."""
-        facts = [identify(part.data, columns_of(part.bindings), files_of(part.source)) for part in self.sources]
+        facts = [identify(data.data, columns_of(data.bindings), files_of(data.source)) for data in self.sources]
         return dict(zip(("data", "validation"), facts, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _Source:
     """Data, with the columns of each input."""
 
     data: Dataset | Stream
@@ -98,16 +98,16 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
     fixed = check_batch_axis(engine.of_a_batch, engine.model.inputs, processes=engine.group.size)
     noise = Noise(config.noise, engine.of_a_batch, config.seed or 0)
     inputs = {name: value for name, value in engine.of_a_batch.items() if name not in config.noise}
-    whole, train_part, held_out = _parts(engine.model, inputs, config, opened, labels)
-    notes = dict.fromkeys(binding.note for binding in train_part.bindings.values() if binding.note)
-    if few := too_few_classes(train_part.data, train_part.bindings, labels):
+    whole, train_source, held_out = _parts(engine.model, inputs, config, opened, labels)
+    notes = dict.fromkeys(binding.note for binding in train_source.bindings.values() if binding.note)
+    if few := too_few_classes(train_source.data, train_source.bindings, labels):
         notes[few] = None
     notes |= dict.fromkeys(held_out.notes if held_out is not None else ())
 
-    def batches(part: _Part, shuffle: bool, last: Last) -> Batches:
+    def batches(source: _Source, shuffle: bool, last: Last) -> Batches:
         return Batches(
-            part.data,
-            part.bindings,
+            source.data,
+            source.bindings,
             size=config.batch_size,
             shuffle=shuffle,
             seed=config.seed or 0,
@@ -119,16 +119,16 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
             group=engine.group,
         )
 
-    if isinstance(train_part.data, Dataset | SizedStream):
+    if isinstance(train_source.data, Dataset | SizedStream):
         check_batch_axis(engine.of_a_batch, engine.model.inputs, config.batch_size, engine.group.size)
     last: Last = "drop" if fixed is not None and config.last == "keep" else config.last
-    training = batches(train_part, config.shuffle, last)
+    training = batches(train_source, config.shuffle, last)
     if training.per_epoch is not None and training.per_epoch < engine.batches:
         raise DataError(
             f"the data make {training.per_epoch} batches, but the steps of a round need {engine.batches}",
             hint="use smaller batches: `batch_size=...` (`--batch-size`)",
         )
-    rest = len(train_part.data) % config.batch_size if isinstance(train_part.data, Dataset) else 0
+    rest = len(train_source.data) % config.batch_size if isinstance(train_source.data, Dataset) else 0
     if last != config.last and rest:
         note = f"{rest} rows of each epoch do not fill a batch of {fixed} and are dropped"
         notes[f"{note}; to fill the batch: `last=pad`"] = None
@@ -138,7 +138,7 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
             hint="export the model with a dynamic batch size, or train without validation data",
         )
     validation = batches(held_out, False, "keep" if fixed is None else "pad") if held_out is not None else None
-    classes = train_part.bindings[labels.name].classes if labels is not None else None
+    classes = train_source.bindings[labels.name].classes if labels is not None else None
     other = held_out if held_out is not None and held_out.source is not None else None
     sources = (whole,) if other is None else (whole, other)
     return Feed(training, validation, list(notes), fixed, classes, sources)
@@ -150,7 +150,7 @@ def _parts(
     config: Config,
     opened: Dataset | Stream | None,
     labels: Labels | None,
-) -> tuple[_Part, _Part, _Part | None]:
+) -> tuple[_Source, _Source, _Source | None]:
     """Return all data, the training part and the validation part, if any."""
     images = format_for(inputs, single_pictures(training))
     data = open_data(config.data, images=images, window=config.window) if opened is None else opened
@@ -165,15 +165,15 @@ def _parts(
             data = in_classes(data, bindings[labels.name], tuple(config.classes), "the configuration of the run")
             bindings = match(data.columns, inputs, config.columns)
         check_classes(bindings[labels.name].classes, labels)
-    whole = _Part(data, bindings, source=config.data)
+    whole = _Source(data, bindings, source=config.data)
     if config.folds is not None and config.fold is not None:
         strata = strata_of(data, bindings, labels, config.stratify)
         others, fold_rows = fold(data, config.fold, config.folds, config.seed or 0, strata)
-        return whole, _Part(others, bindings), _Part(fold_rows, bindings)
+        return whole, _Source(others, bindings), _Source(fold_rows, bindings)
     if isinstance(config.validation, float):
         strata = strata_of(data, bindings, labels, config.stratify)
         rest, share = split(data, config.validation, config.seed or 0, strata)
-        return whole, _Part(rest, bindings), _Part(share, bindings)
+        return whole, _Source(rest, bindings), _Source(share, bindings)
     if config.validation is None:
         return whole, whole, None
     return whole, whole, _match_alike(open_data(config.validation, images=images), inputs, config, bindings)
@@ -181,10 +181,8 @@ def _parts(
 
 def _match_alike(
     held_out: Dataset | Stream, inputs: Mapping[str, ir.Value], config: Config, training: Mapping[str, Binding]
-) -> _Part:
-    """Return validation data, matched like the training data: the same columns, if they exist, and
-    the same classes.
-    """
+) -> _Source:
+    """Return validation data, matched like the training data, with the same classes."""
     same: dict[str, Any] = {name: list(binding.columns) for name, binding in training.items()}
     if not all(column in held_out.columns for columns in same.values() for column in columns):
         same = dict(config.columns)
@@ -194,7 +192,7 @@ def _match_alike(
         held_out = in_classes(held_out, binding, classes, "the training data")
         if missing := [label for label in classes or () if label not in (binding.classes or classes or ())]:
             notes.append(f"the validation data lack the classes {list_names(missing, 3)}")
-    return _Part(held_out, match(held_out.columns, inputs, same), tuple(notes), config.validation)
+    return _Source(held_out, match(held_out.columns, inputs, same), tuple(notes), config.validation)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ class Folder(Run):
         """Create and lock the folder of a new run.
 
         Tensors that training does not change are copied into it once. If the run fails before its
-        first step, as `at` tells, the folder is restored to its previous state.
+        first step (`position.step` is 0), the folder is restored to its previous state.
         """
         self.make()
         with lock_folder(self.path):
@@ -165,7 +165,7 @@ class Folder(Run):
                 save(
                     strip(original),
                     self.path / ORIGINAL,
-                    also=[*_unchanging_places(training), *_user_places(training)],
+                    also=[*_unchanging_sites(training), *_user_sites(training)],
                     checksums=True,
                 )
                 yield
@@ -185,14 +185,12 @@ class Folder(Run):
             self._verify()
             model, original, shared = self.load_training(), load(self.path / ORIGINAL), self._shared_files()
             self._form = form_of(tensor_sites(original))
-            if elsewhere := [place for place in _unchanging_places(model) if not is_in(place.tensor, shared)]:
+            if elsewhere := [site for site in _unchanging_sites(model) if not is_in(site.tensor, shared)]:
                 save(original, self.path / ORIGINAL, also=elsewhere, checksums=True)  # of an older version
             yield model
 
     def _verify(self) -> None:
-        """Refuse files that have changed since they were saved: a flipped bit can make a weight of
-        2e37.
-        """
+        """Refuse files that have changed since their save: a flipped bit can make a weight of 2e37."""
         names = [name for name in (TRAINING, ORIGINAL, BEST) if (self.path / name).exists()]
         for name in names:
             try:
@@ -217,9 +215,7 @@ class Folder(Run):
         write_file(self.path / CONFIG, write_settings(config))
 
     def save(self, model: Model, position: Position, writers: Writers | None = None) -> None:
-        """Write the training model and the position of the run in one transaction; `writers` write
-        its data file.
-        """
+        """Write the training model and the position in one transaction; `writers` write the data file."""
         for step in model.steps:
             step.metadata["train.progress"] = json.dumps(dataclasses.asdict(position))
         form = "data" if writers is not None and self._form == "auto" else self._form
@@ -254,9 +250,7 @@ class Folder(Run):
                 raise DataError(f"`{self.path / file.name}` is a link or not a file", hint=_OWN)
 
     def _sweep(self) -> None:
-        """Remove what a killed process left behind: half-written files, and data that no model
-        refers to.
-        """
+        """Remove half-written files of a killed process, and data that no model refers to."""
         folder = self.path.resolve()
         models, existing = [folder / name for name in _MODELS], list(folder.glob("*.onnx"))
         for file in folder.iterdir():
@@ -277,9 +271,7 @@ class Folder(Run):
                 folder.rmdir()
 
     def _shared_files(self) -> set[Path]:
-        """Return the data files that are written once: of the original model and of unchanged
-        tensors.
-        """
+        """Return the data files that are written once: the original model's, and unchanged tensors'."""
         folder = self.path.resolve()
         return {file for file in folder.iterdir() if is_own(folder / ORIGINAL, file)}
 
@@ -299,7 +291,7 @@ class Follower(Folder):
         return self.path / name
 
     def _leave(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the first process writes."""
+        """Leave it to the first process."""
 
     configure = save = export_last = note_lengths = rewind = _leave
 
@@ -307,20 +299,16 @@ class Follower(Folder):
 _OWN = "put the file itself into the folder of the run"
 
 
-def _unchanging_places(model: Model) -> list[storage.TensorSite]:
-    """Return the places of tensors that training does not change and that are stored outside the
-    model file.
-    """
-    places, changing = tensor_sites(model), _changing_state(model)
-    return [place for place in places if place.holder not in changing] if goes_outside(places) else []
+def _unchanging_sites(model: Model) -> list[storage.TensorSite]:
+    """Return the tensors that training does not change, if any are stored outside the model file."""
+    sites, changing = tensor_sites(model), _changing_state(model)
+    return [site for site in sites if site.holder not in changing] if goes_outside(sites) else []
 
 
-def _user_places(model: Model) -> list[storage.TensorSite]:
-    """Return the places of trainable tensors in files of the user, which an engine may read at the
-    start.
-    """
+def _user_sites(model: Model) -> list[storage.TensorSite]:
+    """Return the trainable tensors in files of the user, which an engine may read at the start."""
     changing = _changing_state(model)
-    return [place for place in tensor_sites(model) if place.holder in changing and is_external(place.tensor)]
+    return [site for site in tensor_sites(model) if site.holder in changing and is_external(site.tensor)]
 
 
 def _changing_state(model: Model) -> set[Any]:

@@ -298,9 +298,7 @@ class Loop:
 
     @property
     def _is_resumable(self) -> bool:
-        """True if there is something to resume. A run that fails before its first step leaves
-        nothing.
-        """
+        """True if there is a save to resume: not before the first step of a new run."""
         return self.at.step > 0 or not self._is_new
 
     def _end(self) -> list[Exception]:

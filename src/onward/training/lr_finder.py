@@ -108,9 +108,7 @@ def _endless(batches: Batches) -> Iterator[Batch]:
 
 
 def _suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return a tenth of the learning rate with the lowest loss: just above it the loss rises, and
-    real runs are longer.
-    """
+    """Return a tenth of the rate with the lowest loss: above it the loss rises, and runs are longer."""
     least = int(np.argmin(losses)) if losses else 0
     if least == 0:
         raise RecipeError(

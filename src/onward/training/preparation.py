@@ -101,7 +101,7 @@ def with_head_of(recipe: Mapping[str, Any], original: Model, seed: int) -> Model
 
 
 def _for_batches(model: Model, batch_size: int | None) -> tuple[Model, int, list[str]]:
-    """Return the model for batches of the wanted size, that size, and notes."""
+    """Return the model for batches of a size, that size, and notes."""
     size = fixed_batch(model)
     if size is None or size == batch_size or (size > 1 and batch_size is None):
         return model, batch_size or size or USUAL_BATCH, []
@@ -121,9 +121,7 @@ _ROWS = 1024  # whose words are counted together
 def with_vocabularies(
     preprocess: Any, model: Model, data: Any, columns: Mapping[str, str | Sequence[str]]
 ) -> tuple[Any, Dataset | Stream | None]:
-    """Return preprocessing with vocabularies counted from the data, and the data if they were
-    opened.
-    """
+    """Return preprocessing with vocabularies counted from the data, and the data if opened."""
     if preprocess is None or isinstance(preprocess, Model):
         return preprocess, None
     by_input = pipelines(model, preprocess)
@@ -139,9 +137,7 @@ def is_open(pipeline: Pipeline) -> bool:
 
 
 def with_vocabulary(pipeline: Pipeline, data: Dataset | Stream, columns: Mapping[str, str | Sequence[str]]) -> Pipeline:
-    """Return the pipeline with the most frequent words of the data as its vocabulary, if it is
-    open.
-    """
+    """Return the pipeline; an open vocabulary becomes the most frequent words of the data."""
     if not is_open(pipeline):
         return pipeline
     usual, _ = options_of(tokenize)

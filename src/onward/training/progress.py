@@ -1,7 +1,7 @@
 """Progress of a run: epoch, loss, metrics, samples per second, time left.
 
 On a terminal it is a progress bar, redrawn a few times a second; elsewhere a few plain lines.
-Drawing happens inside `step`, so there is no thread and nothing is drawn between steps. Most calls
+Drawing happens inside `step`, without a thread, so nothing is drawn between steps. Most calls
 only add numbers.
 """
 

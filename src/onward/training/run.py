@@ -214,8 +214,7 @@ class Run:
         return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
 
     def check(self, *, target: str | None = None) -> list[Finding]:
-        """Check the files of the run: `onward.check` of its models, checksums, progress, and the
-        log.
+        """Check the files of the run: models as `onward.check` does, checksums, progress and log.
 
         - `target`: also check that a runtime loads the models, such as `"onnxruntime"`
         """
@@ -242,15 +241,13 @@ class Run:
             raise DataError(f"`{self.path}` holds no run: no {TRAINING}", hint="start one with `onward train`")
 
     def _inference(self, model: Model) -> Model:
-        """Return the original model with the trained weights, as a single file if the original is
-        one.
-        """
+        """Return the original model with the trained weights, as a single file if it was one."""
         original = load(self.path / ORIGINAL)
         result = in_form_of(original, model)
         if not goes_outside(tensor_sites(original)):
-            for place in tensor_sites(result):
-                if (tensor := place.tensor) is not None and is_external(tensor):
-                    place.tensor = inside(tensor)
+            for site in tensor_sites(result):
+                if (tensor := site.tensor) is not None and is_external(tensor):
+                    site.tensor = inside(tensor)
         return result
 
     if not TYPE_CHECKING:  # type checkers see the current names only

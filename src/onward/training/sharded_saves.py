@@ -65,9 +65,7 @@ class ShardedSaves:
         self._group = engine.group.for_thread()
 
     def begin(self, parts: Mapping[str, StateShard], position: Position) -> BackgroundTask:
-        """Start to write the state, of which `parts` are the shards of this process, and the
-        position.
-        """
+        """Start to write the position and the state. `parts` are the shards of this process."""
         small = {name: shard for name, shard in parts.items() if shard.size * shard.numbers.itemsize < _SMALL}
         gathered = self._engine.group.gather(small)
         large = {name: (shard.start, shard.numbers) for name, shard in parts.items() if name not in small}

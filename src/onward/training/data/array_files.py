@@ -1,6 +1,4 @@
-"""Array files: `.npy`, a column; `.npz`, a zip file of columns; `.safetensors`. Nothing is
-unpickled.
-"""
+"""Array files: `.npy` (one column), `.npz` and `.safetensors`. Nothing is unpickled."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ files would be copied to memory whole, so they are converted once, like CSV.
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from onward.training.data.dataset import (
     Dataset,
     check_names,
     check_not_empty,
+    gather,
     known_columns,
     optional_package,
 )
@@ -38,9 +38,7 @@ def pyarrow() -> Any:
 
 
 class Reader:
-    """Converter from Arrow batches of one schema to arrays. Shapes and image formats are those of
-    the first row.
-    """
+    """Converter from Arrow batches to arrays, with shapes and image formats of the first row."""
 
     def __init__(self, first: Any, images: ImageFormat, origin: str):
         check_names(first.schema.names, origin)
@@ -59,9 +57,7 @@ class Reader:
         return reader
 
     def is_encoded(self, name: str) -> bool:
-        """True if values of a column are decoded one by one: strings, and images in the bytes of
-        their files.
-        """
+        """True if the values of a column are decoded one by one: strings and encoded images."""
         return name in self._decoders or self.columns[name].dtype.hasobject
 
     def batch(self, names: Sequence[str], batch: Any, first: int) -> Batch:
@@ -160,28 +156,28 @@ def _storage(values: Any) -> Any:
     return values
 
 
-def _is_list(kind: Any) -> bool:
+def _is_list(arrow_type: Any) -> bool:
     types = pyarrow().types
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return types.is_list(arrow_type) or types.is_large_list(arrow_type) or types.is_fixed_size_list(arrow_type)
 
 
-def _is_numeric(kind: Any) -> bool:
+def _is_numeric(arrow_type: Any) -> bool:
     types = pyarrow().types
-    if isinstance(kind, pyarrow().FixedShapeTensorType):
+    if isinstance(arrow_type, pyarrow().FixedShapeTensorType):
         return True
-    while _is_list(kind):
-        kind = kind.value_type
-    return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    while _is_list(arrow_type):
+        arrow_type = arrow_type.value_type
+    return types.is_integer(arrow_type) or types.is_floating(arrow_type) or types.is_boolean(arrow_type)
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(arrow_type: Any) -> bool:
     types = pyarrow().types
-    return types.is_string(kind) or types.is_large_string(kind)
+    return types.is_string(arrow_type) or types.is_large_string(arrow_type)
 
 
-def _is_image(kind: Any) -> bool:
+def _is_image(arrow_type: Any) -> bool:
     """True if a column has the type that `datasets` gives to images."""
-    return pyarrow().types.is_struct(kind) and {field.name for field in kind} == {"bytes", "path"}
+    return pyarrow().types.is_struct(arrow_type) and {field.name for field in arrow_type} == {"bytes", "path"}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -216,41 +212,32 @@ class _Mapped:
     def __init__(self, path: Path, batches: list[Any], images: ImageFormat):
         self._path, self._size = path, path.stat().st_size
         self._batches = batches
-        self._starts = [0, *itertools.accumulate(batch.num_rows for batch in batches)]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
         self._reader = Reader(batches[0], images, path.name)
         self._views: dict[tuple[str, int], np.ndarray] = {}
         self.columns = self._reader.columns
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return int(self._starts[-1])
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         names = known_columns(columns, self.columns, self._path.name)
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
         self._check_size()
-        batch_indices = np.searchsorted(self._starts, indices, side="right") - 1
-        return {name: self._column(name, indices, batch_indices) for name in names}
+        return gather(
+            self._starts, indices, lambda number, rows: {name: self._rows(name, number, rows) for name in names}
+        )
 
     def row(self, index: int) -> str:
         return f"row {index:,} of {self._path.name}"
 
-    def _column(self, name: str, indices: np.ndarray, batch_indices: np.ndarray) -> np.ndarray:
-        column = self.columns[name]
-        out = np.empty((len(indices), *(dim or 0 for dim in column.shape)), column.dtype)
-        for index in np.unique(batch_indices).tolist():
-            mask = np.flatnonzero(batch_indices == index)
-            out[mask] = self._rows(name, index, indices[mask])
-        return out
-
-    def _rows(self, name: str, batch_index: int, indices: np.ndarray) -> np.ndarray:
+    def _rows(self, name: str, number: int, rows: np.ndarray) -> np.ndarray:
         """Return rows of one batch. Numbers are read in place: Arrow's own `take` is much slower."""
-        values, start = self._batches[batch_index].column(name), self._starts[batch_index]
+        values, start = self._batches[number].column(name), int(self._starts[number])
         if self._reader.is_encoded(name):
-            return self._reader.array(name, values.take(pyarrow().array(indices - start)), indices)
-        if (name, batch_index) not in self._views:
-            self._views[name, batch_index] = self._reader.array(name, values, range(start, start + len(values)))
-        return self._views[name, batch_index][indices - start]
+            return self._reader.array(name, values.take(pyarrow().array(rows)), rows + start)
+        if (name, number) not in self._views:
+            self._views[name, number] = self._reader.array(name, values, range(start, start + len(values)))
+        return self._views[name, number][rows]
 
     def _check_size(self) -> None:
         try:

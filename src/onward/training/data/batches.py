@@ -1,6 +1,4 @@
-"""Batches for a model, in an order that depends on seed and epoch only; converted, checked and
-prefetched.
-"""
+"""Batches for a model, converted, checked and prefetched. Their order depends on seed and epoch only."""
 
 from __future__ import annotations
 
@@ -210,9 +208,7 @@ class Batches:
         return self._agree(ahead, epoch, start) if self._is_divided else ahead
 
     def _count_ahead(self) -> int:
-        """Return the number of batches to prefetch. At the start of a window pieces are read, which
-        more batches hide.
-        """
+        """Return the number of batches to prefetch: more for pieces, read at the start of a window."""
         if isinstance(self._data, Stream) or pieces_of(self._data) is None:
             return self._ahead
         rows = -(-self._size // self._group.size)
@@ -353,9 +349,7 @@ def _few(classes: tuple[str, ...] | None) -> str:
 def _check_numbers(
     column: str, values: np.ndarray, target: np.dtype | None, describe_row: Callable[[int], str]
 ) -> None:
-    """Refuse NaN and infinities, which spread to every weight, and numbers that their new type
-    cannot hold.
-    """
+    """Refuse NaN and infinities, which spread to every weight, and overflows of the new type."""
     if not values.size:
         return
     if is_float(values.dtype):

@@ -25,7 +25,7 @@ _CHUNK = 4096  # rows
 
 
 @dataclass
-class _Kind:
+class _ColumnType:
     """Type of a column, as far as its cells were read."""
 
     number: type[int] | type[float] | None = int  # None: text
@@ -44,23 +44,23 @@ class _Chunk:
 
 def open_csv(path: Path) -> Records:
     names, chunks = _read(path)
-    kinds = [_Kind() for _ in names]
+    types = [_ColumnType() for _ in names]
     length, lines_are_rows = 0, True
     for chunk in chunks:
         lines_are_rows &= chunk.lines == list(range(chunk.first_row + 2, chunk.first_row + 2 + len(chunk.lines)))
         length += len(chunk.lines)
-        for kind, cells in zip(kinds, chunk.cells, strict=True):
-            _look(kind, cells, chunk)
-    if not all(kind.has_all_texts for kind in kinds):
+        for column_type, cells in zip(types, chunk.cells, strict=True):
+            _look(column_type, cells, chunk)
+    if not all(column_type.has_all_texts for column_type in types):
         for chunk in _read(path)[1]:
-            for kind, cells in zip(kinds, chunk.cells, strict=True):
-                _keep_texts(kind, cells)
-    columns = {name: _column(kind) for name, kind in zip(names, kinds, strict=True)}
+            for column_type, cells in zip(types, chunk.cells, strict=True):
+                _keep_texts(column_type, cells)
+    columns = {name: _column(column_type) for name, column_type in zip(names, types, strict=True)}
     positions = {name: position for position, name in enumerate(names)}
 
     def convert(requested: Sequence[str]) -> Iterator[Batch]:
         for name in requested:
-            if line := kinds[positions[name]].missing:
+            if line := types[positions[name]].missing:
                 hint = "fill in a value, remove the row, or use another column"
                 raise DataError(f"{line} of {path} has no value in column `{name}`", hint=hint)
         for chunk in _read(path)[1]:
@@ -137,22 +137,22 @@ def _is_number(cell: str) -> bool:
     return "_" not in cell  # Python reads 1_000 as a number, other readers do not
 
 
-def _look(kind: _Kind, cells: tuple[str, ...], chunk: _Chunk) -> None:
-    if not kind.missing and not all(cells):
-        kind.missing = f"line {chunk.lines[cells.index('')]:,}"
-    if kind.number is int and not _all_convert(int, cells):
-        kind.number = float
-    if kind.number is float and not _all_convert(float, cells):
-        kind.number = None
+def _look(column_type: _ColumnType, cells: tuple[str, ...], chunk: _Chunk) -> None:
+    if not column_type.missing and not all(cells):
+        column_type.missing = f"line {chunk.lines[cells.index('')]:,}"
+    if column_type.number is int and not _all_convert(int, cells):
+        column_type.number = float
+    if column_type.number is float and not _all_convert(float, cells):
+        column_type.number = None
         index = next(index for index, cell in enumerate(cells) if cell and not _is_number(cell))
-        kind.why_text = f"`{cells[index][:20]}` on line {chunk.lines[index]:,}"
-        kind.has_all_texts = chunk.first_row == 0
-    _keep_texts(kind, cells)
+        column_type.why_text = f"`{cells[index][:20]}` on line {chunk.lines[index]:,}"
+        column_type.has_all_texts = chunk.first_row == 0
+    _keep_texts(column_type, cells)
 
 
-def _keep_texts(kind: _Kind, cells: tuple[str, ...]) -> None:
-    if kind.number is None and len(kind.texts) <= MOST_CLASSES:
-        kind.texts.update(cells)
+def _keep_texts(column_type: _ColumnType, cells: tuple[str, ...]) -> None:
+    if column_type.number is None and len(column_type.texts) <= MOST_CLASSES:
+        column_type.texts.update(cells)
 
 
 def _all_convert(number: type[int] | type[float], cells: tuple[str, ...]) -> bool:
@@ -164,14 +164,14 @@ def _all_convert(number: type[int] | type[float], cells: tuple[str, ...]) -> boo
     return fits and "_" not in "".join(cells)
 
 
-def _column(kind: _Kind) -> Column:
-    missing = f"no value on {kind.missing}" if kind.missing else ""
-    if kind.number is not None:
-        return Column(np.dtype(np.int64 if kind.number is int else np.float64), remark=missing)
-    remark = ", ".join(filter(None, [f"text: {kind.why_text}", missing]))
-    if len(kind.texts) > MOST_CLASSES:
+def _column(column_type: _ColumnType) -> Column:
+    missing = f"no value on {column_type.missing}" if column_type.missing else ""
+    if column_type.number is not None:
+        return Column(np.dtype(np.int64 if column_type.number is int else np.float64), remark=missing)
+    remark = ", ".join(filter(None, [f"text: {column_type.why_text}", missing]))
+    if len(column_type.texts) > MOST_CLASSES:
         return Column(np.dtype(object), remark=remark)
-    return Column(np.dtype(np.int64), classes=tuple(sorted(kind.texts - {""})), remark=remark)
+    return Column(np.dtype(np.int64), classes=tuple(sorted(column_type.texts - {""})), remark=remark)
 
 
 _READERS: dict[str, Callable[[str], Any]] = {"i": int, "f": float, "O": str}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -40,9 +40,7 @@ class Column:
 
 @runtime_checkable
 class Dataset(Protocol):
-    """Rows that can be taken in any order, by several threads: training and validation may share
-    them.
-    """
+    """Rows that can be taken in any order, also by several threads at once."""
 
     @property
     def columns(self) -> Mapping[str, Column]: ...
@@ -59,11 +57,9 @@ class Dataset(Protocol):
 
 
 def pieces_of(data: Dataset) -> np.ndarray | None:
-    """Return the first row of each piece, and the number of all rows; None for data that are not in
-    pieces.
+    """Return the first row of each piece, and the number of all rows; None for data without pieces.
 
-    Reading a row of a piece reads the whole piece, so rows are taken in an order that respects
-    pieces.
+    Reading a row reads its whole piece, so rows are taken in an order that respects pieces.
     """
     return getattr(data, "pieces", None)
 
@@ -71,6 +67,21 @@ def pieces_of(data: Dataset) -> np.ndarray | None:
 def bytes_of_row(columns: Mapping[str, Column], names: Iterable[str]) -> int:
     """Return the bytes of a row in memory. Unknown dimensions do not count."""
     return sum(columns[name].dtype.itemsize * math.prod(dim or 1 for dim in columns[name].shape) for name in names)
+
+
+def gather(starts: np.ndarray, indices: np.ndarray, take: Callable[[int, np.ndarray], Batch]) -> Batch:
+    """Return rows of consecutive tables: `take(i, rows)` returns rows of table i, which begins at `starts[i]`."""
+    if len(indices) and not 0 <= indices.min() <= indices.max() < starts[-1]:
+        raise IndexError(f"rows {indices.min()} to {indices.max()} of {starts[-1]}")
+    tables = np.searchsorted(starts, indices, side="right") - 1
+    batch: Batch = {}
+    for number in np.unique(tables).tolist() or [0]:  # columns and types of no rows are those of the first table
+        mask = np.flatnonzero(tables == number)
+        for name, values in take(number, indices[mask] - starts[number]).items():
+            if name not in batch:
+                batch[name] = np.empty((len(indices), *values.shape[1:]), values.dtype)
+            batch[name][mask] = values
+    return batch
 
 
 class Rows(Protocol):
@@ -86,9 +97,7 @@ class Rows(Protocol):
 
 
 def _transposed(arrays: Mapping[str, Rows], lengths: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return a column whose rows are on a later axis, and that axis, if another axis has the common
-    number of rows.
-    """
+    """Return a column whose rows seem to be on a later axis, and that axis."""
     common = max(lengths.values(), key=list(lengths.values()).count)
     odd = (name for name in arrays if lengths[name] != common and common in arrays[name].shape)
     return next(((name, arrays[name].shape.index(common)) for name in odd), None)

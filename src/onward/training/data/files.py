@@ -107,9 +107,7 @@ class DataFile:
 
     @classmethod
     def temporary(cls, fill: Callable[[IO[bytes]], None], origin: str) -> DataFile:
-        """Return a temporary copy that ends with the process or earlier; unnamed where the system
-        allows it.
-        """
+        """Return a temporary copy, removed with the process at the latest (unnamed if the system allows)."""
         file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 # closed like the others
         try:
             fill(file)

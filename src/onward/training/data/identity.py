@@ -1,6 +1,6 @@
 """Facts by which a resumed run recognizes its data: rows, columns, types and checksums of values.
 
-Values are compared as they are read, so a file may move, be touched, or change its format. For
+Values are compared, not files, so a file may move, be touched, or change its format. For
 large data, and for rows that are expensive to make, evenly spaced rows are compared, and the sizes
 of all files; different times are mentioned.
 """

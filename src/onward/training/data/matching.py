@@ -26,9 +26,7 @@ class InputType:
 
     @classmethod
     def by(cls, value: Any) -> InputType:
-        """Return the type of an input: a value with a `dtype` (of onnx_ir) and a `shape` that
-        begins with the batch.
-        """
+        """Return the type of a value with a `dtype` of onnx_ir and a `shape` with a batch axis."""
         shape = None
         if value.shape is not None:
             shape = tuple(dim if isinstance(dim, int) else None for dim in list(value.shape)[1:])
@@ -405,9 +403,7 @@ def _match(choices: Mapping[str, Iterable[str]], needed: Collection[str]) -> dic
 
 
 def _augment(start: str, edges: Mapping[str, Iterable[str]], mates: dict[str, str], back: dict[str, str]) -> bool:
-    """Match `start` along an augmenting path. Matched nodes stay matched. Return False if there is
-    no path.
-    """
+    """Match `start` along an augmenting path; matched nodes stay matched. False without a path."""
     came_from: dict[str, str] = {}
     waiting = [start]
     for node in waiting:  # grows meanwhile

@@ -71,8 +71,8 @@ class Samples:
 
 
 def is_frame(source: Any) -> bool:
-    kind = type(source)
-    return kind.__name__ == "DataFrame" and kind.__module__.partition(".")[0] == "pandas"
+    cls = type(source)
+    return cls.__name__ == "DataFrame" and cls.__module__.partition(".")[0] == "pandas"
 
 
 def open_frame(frame: Any) -> Columns:
@@ -90,16 +90,16 @@ def open_frame(frame: Any) -> Columns:
 
 def _column(series: Any, name: str) -> tuple[np.ndarray, dict[str, Any]]:
     """Return the values of a column, and fields of its `Column`."""
-    kind = getattr(series.dtype, "kind", "O")
-    if kind == "f":
+    code = getattr(series.dtype, "kind", "O")
+    if code == "f":
         return series.to_numpy(np.dtype(f"f{series.dtype.itemsize}"), na_value=np.nan), {}
     if (missing := series.isna().to_numpy()).any():
         return _text(series), {"remark": f"no value in row {int(missing.argmax()):,}"}
     if series.dtype.name == "category":
         codes, categories = series.cat.codes.to_numpy().astype(np.int64), series.cat.categories
         return codes, {"classes": tuple(map(str, categories))}
-    if kind in "iub":
-        return series.to_numpy(np.dtype(bool if kind == "b" else f"{kind}{series.dtype.itemsize}")), {}
+    if code in "iub":
+        return series.to_numpy(np.dtype(bool if code == "b" else f"{code}{series.dtype.itemsize}")), {}
     cells = series.tolist()
     if all(isinstance(cell, str) for cell in cells):
         classes, codes = np.unique(np.asarray(cells, object), return_inverse=True)
@@ -163,9 +163,7 @@ class Stream:
     def epoch(
         self, epoch: int, start: int = 0, *, size: int = 1, drop: bool = False, group: ProcessGroup = _ALONE
     ) -> Iterator[Batch]:
-        """Yield the batches of an epoch from number `start`. `size` and `drop` are for
-        `SizedStream`.
-        """
+        """Yield the batches of an epoch from number `start`. Only `SizedStream` uses `size` and `drop`."""
         self._check_part(group)
         ready, self._ready = self._ready, None
         is_same = ready is not None and ready[0] == epoch and (group.size == 1 or not self._takes_rank)
@@ -290,9 +288,7 @@ def _arrays(dataset: Any, indices: list[int]) -> Batch:
 
 
 class HubStream(SizedStream):
-    """A Hugging Face `datasets.IterableDataset`; after `split_dataset_by_node`, the shard of a
-    process.
-    """
+    """A Hugging Face `datasets.IterableDataset`, or its shard from `split_dataset_by_node`."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset.with_format("numpy")

@@ -23,6 +23,7 @@ from onward.training.data.dataset import (
     bytes_of_row,
     check_names,
     check_not_empty,
+    gather,
     known_columns,
     optional_package,
 )
@@ -38,9 +39,7 @@ _CHUNK = 4096  # rows
 
 
 def open_parquet(paths: Sequence[Path], images: ImageFormat, window: int | None = None) -> Dataset:
-    """Open files as one dataset. With a `window` they are read by row group; with 0 they are
-    converted.
-    """
+    """Open files as one dataset, read by row group with a `window`, converted with window 0."""
     groups, size = _survey(paths)
     origin = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
     check_not_empty(len(groups), str(paths[0]) if len(paths) == 1 else origin)
@@ -109,20 +108,20 @@ class RowGroups:
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         names = known_columns(columns, self.columns, self._origin)
-        fields = {name: field_of(self.columns, name, self._origin) for name in names}
-        out = {name: np.empty((len(indices), *shape), dtype) for name, (dtype, shape) in fields.items()}
-        if len(indices) and not 0 <= indices.min() <= indices.max() < len(self):
-            raise IndexError(f"rows {indices.min()} to {indices.max()} of {len(self)}")
-        group_indices = np.searchsorted(self.pieces, indices, side="right") - 1
+        for name in names:
+            field_of(self.columns, name, self._origin)  # refuses columns that cannot be trained on
         used = 0
+
+        def rows_of(number: int, rows: np.ndarray) -> Batch:
+            nonlocal used
+            group = self._group(number, names)
+            used += sum(values.nbytes for values in group.values())
+            return {name: values[rows] for name, values in group.items()}
+
         with self._lock:
-            for index in np.unique(group_indices).tolist():
-                mask = np.flatnonzero(group_indices == index)
-                for name, values in self._group(index, names).items():
-                    out[name][mask] = values[indices[mask] - self.pieces[index]]
-                    used += values.nbytes
+            batch = gather(self.pieces, indices, rows_of)
             self._forget(max(KEPT, used + self._window * bytes_of_row(self.columns, names)))
-        return out
+        return batch
 
     def row(self, index: int) -> str:
         group_index = int(np.searchsorted(self.pieces, index, side="right")) - 1

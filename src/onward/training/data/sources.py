@@ -198,8 +198,8 @@ def _open_files(paths: Sequence[Path], data_format: _Format, origin: str, only: 
 
 
 def _check_there(path: Path) -> None:
-    if not os.path.exists(path):  # unlike Path.exists, never raises for a malformed path
-        raise DataError(f"there is no {path}", hint="check the path; it is relative to the current folder")
+    if not os.path.exists(path):  # unlike Path.exists, this never raises for a malformed path
+        raise DataError(f"`{path}` does not exist", hint="check the path; it is relative to the current folder")
     if not path.is_dir() and not check_file(path):
         raise DataError(f"{path} is empty")
 
@@ -286,9 +286,7 @@ def in_parts(data: Any, validation: Any = None) -> Parted:
 
 
 def parts_of(folder: Path) -> dict[str, list[Path]]:
-    """Return the parts of a folder by purpose (`training`, `validation`, `test`); empty if it is
-    data itself.
-    """
+    """Return the parts of a folder by purpose (`training`, `validation`, `test`), if it has any."""
     if not os.path.isdir(folder):
         return {}
     inside = files_in(folder)

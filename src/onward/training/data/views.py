@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from onward.errors import DataError, suggest
-from onward.training.data.dataset import Batch, Dataset, known_columns, pieces_of
+from onward.training.data.dataset import Batch, Dataset, gather, known_columns, pieces_of
 from onward.training.data.objects import Stream
 
 _MASK = 2**64 - 1
@@ -80,9 +78,7 @@ class WindowOrder:
         return self._first[piece] + rows - self._begin[piece]
 
     def _places(self, window: int) -> np.ndarray:
-        """Return the position in a window for each of its steps. Rows that do not fill a batch come
-        last, unshuffled.
-        """
+        """Return the order of a window. Rows that do not fill a batch come last, unshuffled."""
         if self._last[0] != window:
             count = min(self._window, self._count - window * self._window)
             stretch = count // self._batch  # rows per stretch, each in another batch
@@ -97,8 +93,8 @@ class WindowOrder:
 def hash_numbers(numbers: np.ndarray, *keys: int) -> np.ndarray:
     """Return a 64-bit hash of each number, which depends on the keys."""
     key = 0
-    for part in keys:
-        key = _mix(key ^ (part & _MASK))
+    for number in keys:
+        key = _mix(key ^ (number & _MASK))
     return _hash((numbers.astype(np.uint64) + np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15))
 
 
@@ -120,71 +116,51 @@ def _hash(numbers: np.ndarray) -> np.ndarray:
 # ---- views -----------------------------------------------------------------------------------------------------------
 
 
-def concatenate(parts: Sequence[Dataset], origin: str) -> Dataset:
-    """Return the rows of all parts in order. Sorted classes are merged."""
-    if len(parts) == 1:
-        return parts[0]
-    for column in parts[0].columns:
-        listed = [part.columns[column].classes for part in parts if column in part.columns]
-        classes = [names for names in listed if names is not None]
-        if (
-            len(set(listed)) > 1
-            and len(classes) == len(parts)
-            and all(list(names) == sorted(names) for names in classes)
-        ):
+def concatenate(sources: Sequence[Dataset], origin: str) -> Dataset:
+    """Return the rows of all datasets in order. Sorted classes are merged."""
+    if len(sources) == 1:
+        return sources[0]
+    for column in sources[0].columns:
+        listed = [source.columns[column].classes if column in source.columns else None for source in sources]
+        classes = [names for names in listed if names is not None and list(names) == sorted(names)]
+        if len(set(listed)) > 1 and len(classes) == len(sources):
             merged = tuple(sorted(set().union(*classes)))
-            parts = [with_classes(part, column, merged, origin) for part in parts]
-    return _Joined(parts, origin)
-
-
-_ALIKE = "pass files with the same columns, types and classes"
-
-
-def _join_pieces(pieces: Sequence[np.ndarray | None], starts: Sequence[int]) -> np.ndarray | None:
-    """Return the pieces of concatenated parts. A part without pieces is one piece."""
-    if all(piece is None for piece in pieces):
-        return None
-    moved = [start + piece for start, piece in zip(starts, pieces, strict=False) if piece is not None]
-    return np.unique(np.concatenate([*moved, starts]))
+            sources = [with_classes(source, column, merged, origin) for source in sources]
+    return _Joined(sources, origin)
 
 
 class _Joined:
-    def __init__(self, parts: Sequence[Dataset], origin: str):
-        self.columns = parts[0].columns
-        self._parts, self._origin = parts, origin
-        self._starts = [0, *itertools.accumulate(len(part) for part in parts)]
-        self.pieces = _join_pieces([pieces_of(part) for part in parts], self._starts)
-        for part in parts[1:]:
-            for name in {**self.columns, **part.columns}:
-                mine, other = (columns.get(name) for columns in (self.columns, part.columns))
+    def __init__(self, sources: Sequence[Dataset], origin: str):
+        self.columns = sources[0].columns
+        self._sources, self._origin = sources, origin
+        self._starts = np.cumsum([0, *map(len, sources)])
+        pieces = [start + p for start, s in zip(self._starts, sources, strict=False) if (p := pieces_of(s)) is not None]
+        # A dataset without pieces is one piece.
+        self.pieces = np.unique(np.concatenate([*pieces, self._starts])) if pieces else None
+        for source in sources[1:]:
+            for name in {**self.columns, **source.columns}:
+                mine, other = (columns.get(name) for columns in (self.columns, source.columns))
+                problem = None
                 if mine is None or other is None or (mine.dtype, mine.shape) != (other.dtype, other.shape):
-                    rows = f"{parts[0].row(0)} and {part.row(0)}"
+                    problem = f"is {mine} and {other} ({sources[0].row(0)} and {source.row(0)})"
+                elif mine.classes != other.classes:
+                    problem = f"has other classes at {source.row(0)}"
+                if problem:
                     raise DataError(
-                        f"files have different columns: `{name}` is {mine} and {other} ({rows})", hint=_ALIKE
-                    )
-                if mine.classes != other.classes:
-                    raise DataError(
-                        f"files have different columns: `{name}` has other classes at {part.row(0)}", hint=_ALIKE
+                        f"files have different columns: `{name}` {problem}",
+                        hint="pass files with the same columns, types and classes",
                     )
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return int(self._starts[-1])
 
     def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
         names = known_columns(columns, self.columns, self._origin)
-        part_indices = np.searchsorted(self._starts, indices, side="right") - 1
-        out: Batch = {}
-        for index in np.unique(part_indices):
-            mask = np.flatnonzero(part_indices == index)
-            for name, values in self._parts[index].take(indices[mask] - self._starts[index], names).items():
-                if name not in out:
-                    out[name] = np.empty((len(indices), *values.shape[1:]), values.dtype)
-                out[name][mask] = values
-        return out
+        return gather(self._starts, indices, lambda number, rows: self._sources[number].take(rows, names))
 
     def row(self, index: int) -> str:
-        part_index = bisect_right(self._starts, index) - 1
-        return self._parts[part_index].row(index - self._starts[part_index])
+        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._sources[number].row(index - int(self._starts[number]))
 
 
 class JoinedColumns:
@@ -216,9 +192,7 @@ class JoinedColumns:
 
 
 class Subset:
-    """Selected rows of a dataset: `rows` maps numbers here to numbers there. Pieces keep their
-    order.
-    """
+    """Selected rows of a dataset: `rows` maps indices here to indices there, pieces in order."""
 
     def __init__(self, data: Dataset, length: int, rows: Callable[[np.ndarray], np.ndarray]):
         self.columns = data.columns
@@ -237,9 +211,7 @@ class Subset:
 
 
 def _first_not_below(limits: np.ndarray, rows: Callable[[np.ndarray], np.ndarray], length: int) -> np.ndarray:
-    """Return the first index of ascending `rows` that is not below each limit: `searchsorted` on a
-    function.
-    """
+    """Return `np.searchsorted(rows, limits)` for ascending rows that are a function."""
     low, high = np.zeros_like(limits), np.full_like(limits, length)
     while (low < high).any():
         middle = np.minimum((low + high) // 2, length - 1)
@@ -333,7 +305,7 @@ def fold(
     if isinstance(data, Stream):
         raise DataError("cannot divide a stream of batches into folds", hint="pass files or arrays")
     if not 1 <= number <= folds:
-        raise DataError(f"there is no fold {number} of {folds}", hint=f"folds are counted from 1 to {folds}")
+        raise DataError(f"fold {number} of {folds} does not exist", hint=f"folds are counted from 1 to {folds}")
     if len(data) < folds:
         raise DataError(f"cannot divide {len(data)} rows into {folds} folds", hint="use fewer folds")
     shuffled = Order(len(data), seed, _SPLIT)(np.arange(len(data)))
@@ -351,9 +323,7 @@ def _parts(data: Dataset, is_held_out: np.ndarray) -> tuple[Dataset, Dataset]:
 
 
 class _Spread:
-    """One row of each of many equal stretches, and the other rows. Both ascend, so that neighbors
-    stay neighbors.
-    """
+    """One row of each of many equal stretches, and the others; both ascend, to keep neighbors."""
 
     def __init__(self, rows: int, chosen: int, seed: int):
         self._rows, self._chosen, self._seed = rows, chosen, seed
