@@ -20,7 +20,7 @@ from onward.engines.distributed import ProcessGroup
 from onward.errors import DataError
 from onward.training.api import resume, train
 from onward.training.data import Batches, Stream, files, open_data, split
-from onward.training.data.dataset import Dataset, pieces_of
+from onward.training.data.dataset import Dataset
 from onward.training.data.views import WindowOrder
 from onward.training.feed import samples_in
 
@@ -102,7 +102,7 @@ def test_every_number_of_processes_has_the_same_batches(kind: str, window: int |
     """Also one that goes on where another number of them was; and all have what is in the files."""
     write_files(tmp_path, kind)
     data = open_data(str(tmp_path / f"part-*.{kind}"), window=window)
-    assert (pieces_of(data) is not None) == (kind == "parquet" and window is not None)
+    assert (data.pieces is not None) == (kind == "parquet" and window is not None)
     options = {"size": 16, "seed": 4, "window": window}
     alone = [batch for (batch,) in parts(data, 1, 2, **options)]
     together = np.concatenate(alone, axis=1)
@@ -140,8 +140,8 @@ def test_a_process_reads_its_part_of_the_row_groups(tmp_path: Path, monkeypatch:
             rows = [batch["x"] for batch in Batches(data, {"x": "x"}, group=Process(rank, size), **options).epoch(0)]
             assert len(np.concatenate(rows)) in range(COUNT // size - 3, COUNT // size + 5)
             assert len(read) <= most  # of 35 groups; those at the borders of windows and parts are read twice
-    assert pieces_of(open_data(tmp_path)) is not None  # since they are large
-    assert pieces_of(open_data(tmp_path, window=0)) is None
+    assert open_data(tmp_path).pieces is not None  # since they are large
+    assert open_data(tmp_path, window=0).pieces is None
 
 
 @needs("pyarrow")
@@ -155,12 +155,12 @@ def test_a_split_of_data_in_pieces_keeps_them(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.sort(np.concatenate(rows)), np.arange(COUNT))
         assert len(rows[1]) == max(round(COUNT * fraction), 1)
         for part, values in zip(both, rows, strict=True):
-            pieces, starts = pieces_of(part), pieces_of(data)
+            pieces, starts = part.pieces, data.pieces
             assert pieces is not None and starts is not None
             expected = np.unique(np.searchsorted(values, starts))
             np.testing.assert_array_equal(pieces, expected)
     strata = split(data, 0.2, strata=np.arange(COUNT) % 3)
-    assert pieces_of(strata[0]) is not None
+    assert strata[0].pieces is not None
 
 
 @needs("pyarrow")

@@ -25,10 +25,9 @@ from onward.training.data.dataset import (
     check_names,
     check_not_empty,
     gather,
-    known_columns,
     optional_package,
 )
-from onward.training.data.files import UNCHANGED, Conversion, Records, check_file
+from onward.training.data.files import UNCHANGED, Records, check_file
 from onward.training.data.images import Decoder, ImageFormat
 from onward.training.data.views import concatenate
 
@@ -206,29 +205,22 @@ def open_saved(folder: Path, images: ImageFormat) -> Dataset:
     return concatenate([open_arrow(file, images) for file in files], folder.name)
 
 
-class _Mapped:
+class _Mapped(Dataset):
     """Rows of a memory-mapped file."""
 
     def __init__(self, path: Path, batches: list[Any], images: ImageFormat):
+        self._reader = Reader(batches[0], images, path.name)
+        super().__init__(self._reader.columns, sum(batch.num_rows for batch in batches), path.name)
         self._path, self._size = path, path.stat().st_size
         self._batches = batches
         self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
-        self._reader = Reader(batches[0], images, path.name)
         self._views: dict[tuple[str, int], np.ndarray] = {}
-        self.columns = self._reader.columns
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        names = known_columns(columns, self.columns, self._path.name)
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
         self._check_size()
         return gather(
             self._starts, indices, lambda number, rows: {name: self._rows(name, number, rows) for name in names}
         )
-
-    def row(self, index: int) -> str:
-        return f"row {index:,} of {self._path.name}"
 
     def _rows(self, name: str, number: int, rows: np.ndarray) -> np.ndarray:
         """Return rows of one batch. Numbers are read in place: Arrow's own `take` is much slower."""
@@ -258,7 +250,7 @@ def _convert_once(path: Path, length: int, images: ImageFormat) -> Records:
             yield reader.batch(names, batch, row)
             row += batch.num_rows
 
-    return Records(Conversion(reader.columns, length, chunks, lambda index: f"row {index:,} of {path.name}", path.name))
+    return Records(reader.columns, length, path.name, chunks)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

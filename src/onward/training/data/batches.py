@@ -18,7 +18,7 @@ import onnx_ir as ir
 from onward.engines.distributed import Alone, Portion, ProcessGroup
 from onward.errors import DataError, UnknownNameError, suggest
 from onward.recipe.spec import check_options, lookup, parse
-from onward.training.data.dataset import Batch, Dataset, bytes_of_row, pieces_of
+from onward.training.data.dataset import Batch, Dataset, bytes_of_row
 from onward.training.data.matching import Binding, columns_of, is_float
 from onward.training.data.objects import Stream
 from onward.training.data.views import Order, WindowOrder
@@ -209,7 +209,7 @@ class Batches:
 
     def _count_ahead(self) -> int:
         """Return the number of batches to prefetch: more for pieces, read at the start of a window."""
-        if isinstance(self._data, Stream) or pieces_of(self._data) is None:
+        if isinstance(self._data, Stream) or self._data.pieces is None:
             return self._ahead
         rows = -(-self._size // self._group.size)
         return max(self._ahead, _AHEAD // max(rows * bytes_of_row(self._data.columns, self._names), 1))
@@ -236,7 +236,7 @@ class Batches:
 
     def _order(self, epoch: int) -> Order | WindowOrder:
         assert isinstance(self._data, Dataset)
-        pieces, window = pieces_of(self._data), self._window
+        pieces, window = self._data.pieces, self._window
         if window is None and pieces is not None:
             window = max(WINDOW // max(bytes_of_row(self._data.columns, self._names), 1), 1)
         if not window or (pieces is None and window >= self._rows):

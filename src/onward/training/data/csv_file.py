@@ -19,7 +19,7 @@ import numpy as np
 
 from onward.errors import DataError
 from onward.training.data.dataset import MOST_CLASSES, Batch, Column
-from onward.training.data.files import Conversion, Records, check_file
+from onward.training.data.files import Records, check_file
 
 _CHUNK = 4096  # rows
 
@@ -69,7 +69,7 @@ def open_csv(path: Path) -> Records:
     def row(index: int) -> str:
         return f"line {index + 2:,} of {path.name}" if lines_are_rows else f"row {index:,} of {path.name}"
 
-    return Records(Conversion(columns, length, convert, row, path.name))
+    return Records(columns, length, path.name, convert, row)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

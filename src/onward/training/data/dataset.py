@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,30 +39,41 @@ class Column:
         return f"{name}[{dims}]" + (f" ({', '.join(remarks)})" if remarks else "")
 
 
-@runtime_checkable
-class Dataset(Protocol):
+class Dataset(ABC):
     """Rows that can be taken in any order, also by several threads at once."""
 
-    @property
-    def columns(self) -> Mapping[str, Column]: ...
-
-    def __len__(self) -> int: ...
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        """Return rows in this order: all columns, or the named ones, in new arrays."""
-        ...
-
-    def row(self, index: int) -> str:
-        """Return the origin of a row, for messages: `row 17 of digits.npz`."""
-        ...
-
-
-def pieces_of(data: Dataset) -> np.ndarray | None:
-    """Return the first row of each piece, and the number of all rows; None for data without pieces.
+    pieces: np.ndarray | None = None
+    """The first row of each piece, and the number of all rows; None for data without pieces.
 
     Reading a row reads its whole piece, so rows are taken in an order that respects pieces.
     """
-    return getattr(data, "pieces", None)
+
+    def __init__(self, columns: Mapping[str, Column], length: int, origin: str):
+        check_not_empty(length, origin)
+        self.columns, self._length, self.origin = columns, length, origin
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
+        """Return rows in this order: all columns, or the named ones, in new arrays."""
+        for name in columns or ():
+            self.check_column(name)
+        return self._take(indices, list(self.columns) if columns is None else columns)
+
+    @abstractmethod
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch: ...
+
+    def row(self, index: int) -> str:
+        """Return the origin of a row, for messages."""
+        return f"row {index:,} of {self.origin}"
+
+    def check_column(self, name: str, origin: str | None = None) -> None:
+        if name not in self.columns:
+            listed = "columns are " + ", ".join(f"`{other}`" for other in self.columns)
+            raise DataError(
+                f"{origin or self.origin} has no column `{name}`", hint=suggest(name, self.columns) or listed
+            )
 
 
 def bytes_of_row(columns: Mapping[str, Column], names: Iterable[str]) -> int:
@@ -103,7 +115,7 @@ def _transposed(arrays: Mapping[str, Rows], lengths: Mapping[str, int]) -> tuple
     return next(((name, arrays[name].shape.index(common)) for name in odd), None)
 
 
-class Columns:
+class Columns(Dataset):
     """A dataset of columns that are arrays, in memory or in files."""
 
     def __init__(self, arrays: Mapping[str, Rows], origin: str = "the data"):
@@ -119,19 +131,11 @@ class Columns:
                 hint = f"rows are axis 0, but those of `{transposed[0]}` may be axis {transposed[1]}: transpose it"
             raise DataError(f"columns of {origin} differ in their number of rows: {listed}", hint=hint)
         self._arrays = dict(arrays)
-        self._origin = origin
-        self.columns = {name: Column(a.dtype, tuple(a.shape[1:])) for name, a in arrays.items()}
-        self._length = next(iter(lengths.values()))
-        check_not_empty(self._length, origin)
+        columns = {name: Column(array.dtype, tuple(array.shape[1:])) for name, array in arrays.items()}
+        super().__init__(columns, next(iter(lengths.values())), origin)
 
-    def __len__(self) -> int:
-        return self._length
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        return {name: self._arrays[name][indices] for name in known_columns(columns, self.columns, self._origin)}
-
-    def row(self, index: int) -> str:
-        return f"row {index:,} of {self._origin}"
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
+        return {name: self._arrays[name][indices] for name in names}
 
 
 def _check_column(name: str, array: Rows, origin: str) -> None:
@@ -149,15 +153,6 @@ def _is_text(array: Rows) -> bool:
 def check_not_empty(length: int, origin: str) -> None:
     if not length:
         raise DataError(f"{origin} has no rows", hint="pass data with at least one row")
-
-
-def known_columns(names: Sequence[str] | None, columns: Mapping[str, Column], origin: str) -> Sequence[str]:
-    """Return the names of the columns to take, and raise DataError for unknown ones."""
-    for name in names or ():
-        if name not in columns:
-            listed = "columns are " + ", ".join(f"`{other}`" for other in columns)
-            raise DataError(f"{origin} has no column `{name}`", hint=suggest(name, columns) or listed)
-    return list(columns) if names is None else names
 
 
 def check_names(names: Iterable[str], origin: str) -> None:

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -23,7 +22,7 @@ import numpy as np
 from onward.errors import DataError
 from onward.model.storage.containers import Stored
 from onward.model.storage.files import NotRegularError, PathLike, reason, regular
-from onward.training.data.dataset import Batch, Column, check_not_empty, known_columns
+from onward.training.data.dataset import Batch, Column, Dataset
 
 
 def check_file(path: PathLike) -> int:
@@ -226,61 +225,55 @@ def _count(size: int) -> None:
 # converted. The file is unnamed where the system allows it, so it disappears with the process. It is in `TMPDIR`.
 
 
-@dataclass
-class Conversion:
-    """A source that is read from beginning to end."""
+class Records(Dataset):
+    """A dataset that is converted when its rows are first taken.
 
-    columns: Mapping[str, Column]
-    length: int
-    chunks: Callable[[Sequence[str]], Iterator[Batch]]  # the named columns, some thousand rows at a time
-    row: Callable[[int], str]
-    origin: str
+    `chunks` yields named columns from beginning to end, some thousand rows at a time. `row` replaces
+    the method.
+    """
 
-
-class Records:
-    """A dataset that is converted when its rows are first taken."""
-
-    def __init__(self, source: Conversion):
-        check_not_empty(source.length, source.origin)
-        self.columns = source.columns
-        self._source = source
+    def __init__(
+        self,
+        columns: Mapping[str, Column],
+        length: int,
+        origin: str,
+        chunks: Callable[[Sequence[str]], Iterator[Batch]],
+        row: Callable[[int], str] | None = None,
+    ):
+        super().__init__(columns, length, origin)
+        self._chunks, self._row = chunks, row or super().row
         self._lock = threading.Lock()
         self._tables: list[np.ndarray | FileRows] = []  # of records, with different columns each
         self._texts: Batch = {}  # strings of any length, in memory
 
-    def __len__(self) -> int:
-        return self._source.length
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        requested = known_columns(columns, self.columns, self._source.origin)
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
         with self._lock:
             converted = {name for table in self._tables for name in table.dtype.names or ()}
-            missing = [name for name in requested if name not in converted and name not in self._texts]
+            missing = [name for name in names if name not in converted and name not in self._texts]
             texts = [name for name in missing if self.columns[name].dtype.hasobject]
             if texts:
-                chunks = list(self._source.chunks(texts))
+                chunks = list(self._chunks(texts))
                 self._texts |= {name: np.concatenate([chunk[name] for chunk in chunks]) for name in texts}
             if numbers := [name for name in missing if name not in texts]:
                 self._tables.append(self._convert(numbers))
-        batch: Batch = {name: self._texts[name][indices] for name in requested if name in self._texts}
+        batch: Batch = {name: self._texts[name][indices] for name in names if name in self._texts}
         for table in self._tables:
-            used = [name for name in table.dtype.names or () if name in requested]
+            used = [name for name in table.dtype.names or () if name in names]
             if used:
                 records = table[indices]
                 batch |= {name: np.ascontiguousarray(records[name]) for name in used}
-        return {name: batch[name] for name in requested}
+        return {name: batch[name] for name in names}
 
     def row(self, index: int) -> str:
-        return self._source.row(index)
+        return self._row(index)
 
     def _convert(self, names: Sequence[str]) -> np.ndarray | FileRows:
-        record = np.dtype([(name, *field_of(self.columns, name, self._source.origin)) for name in names])
-        size = record.itemsize * self._source.length
-        in_memory = hold_in_memory(size, lambda: self._to_memory(names, record))
+        record = np.dtype([(name, *field_of(self, name)) for name in names])
+        in_memory = hold_in_memory(record.itemsize * len(self), lambda: self._to_memory(names, record))
         return self._to_file(names, record) if in_memory is None else in_memory
 
     def _to_memory(self, names: Sequence[str], record: np.dtype) -> np.ndarray:
-        table = np.empty(self._source.length, record)
+        table = np.empty(len(self), record)
         position = 0
         for records in self._records(names, record):
             table[position : position + len(records)] = records
@@ -292,27 +285,27 @@ class Records:
             for records in self._records(names, record):
                 records.tofile(file)
 
-        copy = DataFile.temporary(fill, self._source.origin)
-        return FileRows(copy, 0, record, (self._source.length,))
+        copy = DataFile.temporary(fill, self.origin)
+        return FileRows(copy, 0, record, (len(self),))
 
     def _records(self, names: Sequence[str], record: np.dtype) -> Iterator[np.ndarray]:
         count = 0
-        for chunk in self._source.chunks(names):
+        for chunk in self._chunks(names):
             rows = len(chunk[names[0]])
             count += rows
-            if count > self._source.length:
+            if count > len(self):
                 break
             records = np.empty(rows, record)
             for name in names:
                 records[name] = chunk[name]
             yield records
-        if count != self._source.length:
-            raise DataError(f"{self._source.origin} has changed since it was opened: it has another number of rows")
+        if count != len(self):
+            raise DataError(f"{self.origin} has changed since it was opened: it has another number of rows")
 
 
-def field_of(columns: Mapping[str, Column], name: str, origin: str) -> tuple[np.dtype, tuple[int, ...]]:
+def field_of(data: Dataset, name: str) -> tuple[np.dtype, tuple[int, ...]]:
     """Return the type and shape of a column, which must be the same for all rows."""
-    column = columns[name]
+    column = data.columns[name]
     if column.dtype.kind == "U" or None in column.shape:
-        raise DataError(f"cannot train on column `{name}` of {origin}: it is {column}")
+        raise DataError(f"cannot train on column `{name}` of {data.origin}: it is {column}")
     return column.dtype, tuple(dim for dim in column.shape if dim is not None)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from onward.errors import Error
-from onward.training.data.dataset import Column, Dataset, bytes_of_row, pieces_of
+from onward.training.data.dataset import Column, Dataset, bytes_of_row
 from onward.training.data.objects import Samples, Stream
 
 Facts = Mapping[str, Any]
@@ -100,7 +100,7 @@ def _rows_to_compare(data: Dataset, names: Sequence[str]) -> list[range]:
     most = min(rows, max(_MOST // size, 1))
     if most == rows:
         return [range(rows)]
-    count = min(most, _STRETCHES if pieces_of(data) is None else _PIECES)
+    count = min(most, _STRETCHES if data.pieces is None else _PIECES)
     length = most // count
     starts = [index * (rows - length) // max(count - 1, 1) for index in range(count)]
     return [range(start, start + length) for start in starts]

@@ -14,7 +14,7 @@ import numpy as np
 from onward.errors import DataError, first_line
 from onward.recipe.preprocessing import Pipeline, Single
 from onward.recipe.preprocessing.pipeline import form_of
-from onward.training.data.dataset import Batch, Column, check_not_empty, known_columns, optional_package
+from onward.training.data.dataset import Batch, Column, Dataset, check_not_empty, optional_package
 from onward.training.data.files import check_file, files_in
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"}
@@ -68,7 +68,7 @@ def _format_of(value: Any) -> ImageFormat | None:
     return ImageFormat((first, middle) if first and middle else None, _MODES[last or 0], channels_last=True)
 
 
-class ImageFolder:
+class ImageFolder(Dataset):
     """A folder of images, decoded when they are taken."""
 
     def __init__(self, folder: Path, image_format: ImageFormat | None = None):
@@ -82,16 +82,12 @@ class ImageFolder:
             self._files += map(str, files)
             labels += [label] * len(files)
         check_not_empty(len(self._files), str(folder))
+        super().__init__({}, len(self._files), folder.name)
         self._labels = np.array(labels, np.int64)
         self._decode = Decoder(image_format or ImageFormat(), _bytes(self._files[0]), self._files[0])
         self.columns = {"image": self._decode.column, "label": Column(np.dtype(np.int64), classes=tuple(classes))}
-        self._folder = folder
 
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        names = known_columns(columns, self.columns, self._folder.name)
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
         return {name: self._labels[indices] if name == "label" else self._images(indices) for name in names}
 
     def row(self, index: int) -> str:

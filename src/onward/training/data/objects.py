@@ -18,9 +18,8 @@ from onward.training.data.dataset import (
     Batch,
     Column,
     Columns,
+    Dataset,
     check_names,
-    check_not_empty,
-    known_columns,
     to_array,
 )
 
@@ -34,21 +33,17 @@ def arrays_by_name(item: Any) -> dict[str, Any]:
     return {"0": item}
 
 
-class Samples:
+class Samples(Dataset):
     """A dataset of samples, fetched one by one and stacked."""
 
-    def __init__(self, samples: Any, origin: str = "the samples"):
-        check_not_empty(len(samples), origin)
-        self._samples, self._origin = samples, origin
+    def __init__(self, samples: Any):
+        super().__init__({}, len(samples), "the samples")
+        self._samples = samples
         self.is_plain = type(samples) in (list, tuple)  # not made by user code
-        first = {name: to_array(value, name, origin) for name, value in arrays_by_name(samples[0]).items()}
+        first = {name: to_array(value, name, self.origin) for name, value in arrays_by_name(samples[0]).items()}
         self.columns = {name: Column(array.dtype, array.shape, is_costly=True) for name, array in first.items()}
 
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        names = known_columns(columns, self.columns, self._origin)
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
         samples = [(int(index), arrays_by_name(self._samples[int(index)])) for index in indices]
         return {name: np.stack([self._value(name, *sample) for sample in samples]) for name in names}
 
@@ -243,11 +238,11 @@ def _batch(item: Any, number: int) -> Batch:
     return batch
 
 
-class HubDataset:
+class HubDataset(Dataset):
     """A Hugging Face `datasets.Dataset`, read in batches of arrays."""
 
     def __init__(self, dataset: Any):
-        check_not_empty(len(dataset), "the dataset")
+        super().__init__({}, len(dataset), "the dataset")
         self._dataset = dataset.with_format("numpy")
         self._views: dict[tuple[str, ...], Any] = {}  # with a selection of columns: others may be large
         first = _arrays(self._dataset, [0])
@@ -256,21 +251,14 @@ class HubDataset:
             name: Column(a.dtype, a.shape[1:], names.get(name), is_costly=True) for name, a in first.items()
         }
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        names = tuple(known_columns(columns, self.columns, "the dataset"))
-        if names not in self._views:
-            self._views[names] = self._dataset.with_format("numpy", columns=list(names))
-        arrays = _arrays(self._views[names], indices.tolist())
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
+        if tuple(names) not in self._views:
+            self._views[tuple(names)] = self._dataset.with_format("numpy", columns=list(names))
+        arrays = _arrays(self._views[tuple(names)], indices.tolist())
         for name, array in arrays.items():
             if array.dtype.hasobject:
                 raise DataError(f"rows of column `{name}` differ in shape or are not numbers", hint="pad them")
         return arrays
-
-    def row(self, index: int) -> str:
-        return f"row {index:,} of the dataset"
 
 
 def _names_of_classes(dataset: Any) -> dict[str, tuple[str, ...]]:

@@ -24,10 +24,9 @@ from onward.training.data.dataset import (
     check_names,
     check_not_empty,
     gather,
-    known_columns,
     optional_package,
 )
-from onward.training.data.files import GONE, UNCHANGED, Conversion, Records, check_file, field_of
+from onward.training.data.files import GONE, UNCHANGED, Records, check_file, field_of
 from onward.training.data.images import ImageFormat
 
 CONVERTED = 1 << 30
@@ -92,24 +91,22 @@ def _check_alike(first: Any, other: Any, path: Path, other_path: Path) -> None:
             raise DataError(f"files have different columns: {types}", hint="pass files with the same columns and types")
 
 
-class RowGroups:
+class RowGroups(Dataset):
     """Rows of files that are read by row group."""
 
+    pieces: np.ndarray
+
     def __init__(self, groups: Sequence[_Group], reader: Reader, origin: str, window: int):
-        self.columns = reader.columns
-        self.pieces = np.concatenate([[0], np.cumsum([group.rows for group in groups])])
-        self._groups, self._reader, self._origin, self._window = groups, reader, origin, window
+        self.pieces = np.cumsum([0, *(group.rows for group in groups)])
+        super().__init__(reader.columns, int(self.pieces[-1]), origin)
+        self._groups, self._reader, self._window = groups, reader, window
         self._lock = threading.Lock()
         self._cache: OrderedDict[tuple[int, str], np.ndarray] = OrderedDict()  # most recently used last
         self._files: OrderedDict[Path, Any] = OrderedDict()
 
-    def __len__(self) -> int:
-        return int(self.pieces[-1])
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        names = known_columns(columns, self.columns, self._origin)
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
         for name in names:
-            field_of(self.columns, name, self._origin)  # refuses columns that cannot be trained on
+            field_of(self, name)  # refuses columns that cannot be trained on
         used = 0
 
         def rows_of(number: int, rows: np.ndarray) -> Batch:
@@ -137,7 +134,7 @@ class RowGroups:
             while self._files:
                 self._files.popitem()[1].close()
 
-        return Records(Conversion(self.columns, len(self), chunks, self.row, self._origin))
+        return Records(self.columns, len(self), self.origin, chunks, self.row)
 
     def _group(self, index: int, names: Sequence[str]) -> dict[str, np.ndarray]:
         missing = [name for name in names if (index, name) not in self._cache]

@@ -14,7 +14,7 @@ import numpy as np
 
 from onward.errors import DataError, needing_memory
 from onward.training.data.array_files import open_npy, open_npz, open_safetensors
-from onward.training.data.dataset import Columns, Dataset, Rows, check_names, known_columns, to_array
+from onward.training.data.dataset import Columns, Dataset, Rows, check_names, to_array
 from onward.training.data.files import check_file, files_in
 from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
 from onward.training.data.objects import HubDataset, HubStream, RayStream, Samples, Stream, is_frame, is_ray, open_frame
@@ -163,7 +163,7 @@ def _named_column(name: str, path: str, data_format: _Format) -> tuple[Dataset, 
     else:
         path, _, column = path.rpartition(":")
         data = _open_files(_find(path), data_format, path, only=column)
-    known_columns([column], data.columns, path)
+    data.check_column(column, path)
     return data, column
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError, suggest
-from onward.training.data.dataset import Batch, Dataset, gather, known_columns, pieces_of
+from onward.training.data.dataset import Batch, Dataset, gather
 from onward.training.data.objects import Stream
 
 _MASK = 2**64 - 1
@@ -129,12 +129,11 @@ def concatenate(sources: Sequence[Dataset], origin: str) -> Dataset:
     return _Joined(sources, origin)
 
 
-class _Joined:
+class _Joined(Dataset):
     def __init__(self, sources: Sequence[Dataset], origin: str):
-        self.columns = sources[0].columns
-        self._sources, self._origin = sources, origin
-        self._starts = np.cumsum([0, *map(len, sources)])
-        pieces = [start + p for start, s in zip(self._starts, sources, strict=False) if (p := pieces_of(s)) is not None]
+        super().__init__(sources[0].columns, sum(map(len, sources)), origin)
+        self._sources, self._starts = sources, np.cumsum([0, *map(len, sources)])
+        pieces = [start + s.pieces for start, s in zip(self._starts, sources, strict=False) if s.pieces is not None]
         # A dataset without pieces is one piece.
         self.pieces = np.unique(np.concatenate([*pieces, self._starts])) if pieces else None
         for source in sources[1:]:
@@ -151,11 +150,7 @@ class _Joined:
                         hint="pass files with the same columns, types and classes",
                     )
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        names = known_columns(columns, self.columns, self._origin)
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
         return gather(self._starts, indices, lambda number, rows: self._sources[number].take(rows, names))
 
     def row(self, index: int) -> str:
@@ -163,7 +158,7 @@ class _Joined:
         return self._sources[number].row(index - int(self._starts[number]))
 
 
-class JoinedColumns:
+class JoinedColumns(Dataset):
     """Columns of several datasets as one dataset: {name: (dataset, its column)}."""
 
     def __init__(self, sources: Mapping[str, tuple[Dataset, str]]):
@@ -171,40 +166,30 @@ class JoinedColumns:
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"`{name}` has {length:,}" for name, length in lengths.items())
             raise DataError(f"columns differ in their number of rows: {listed}")
+        columns = {name: data.columns[source_column] for name, (data, source_column) in sources.items()}
+        super().__init__(columns, next(iter(lengths.values())), "the data")
         self._sources = sources
-        self._length = next(iter(lengths.values()))
-        pieces = [starts for data, _ in sources.values() if (starts := pieces_of(data)) is not None]
+        pieces = [data.pieces for data, _ in sources.values() if data.pieces is not None]
         self.pieces = np.unique(np.concatenate(pieces)) if pieces else None
-        self.columns = {name: data.columns[source_column] for name, (data, source_column) in sources.items()}
 
-    def __len__(self) -> int:
-        return self._length
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        out: Batch = {}
-        for name in known_columns(columns, self.columns, "the data"):
-            data, column = self._sources[name]
-            out[name] = data.take(indices, [column])[column]
-        return out
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
+        sources = {name: self._sources[name] for name in names}
+        return {name: data.take(indices, [column])[column] for name, (data, column) in sources.items()}
 
     def row(self, index: int) -> str:
         return " and ".join(dict.fromkeys(data.row(index) for data, _ in self._sources.values()))
 
 
-class Subset:
+class Subset(Dataset):
     """Selected rows of a dataset: `rows` maps indices here to indices there, pieces in order."""
 
     def __init__(self, data: Dataset, length: int, rows: Callable[[np.ndarray], np.ndarray]):
-        self.columns = data.columns
-        self._data, self._length, self._rows = data, length, rows
-        pieces = pieces_of(data)
-        self.pieces = None if pieces is None else np.unique(_first_not_below(pieces, rows, length))
+        super().__init__(data.columns, length, data.origin)
+        self._data, self._rows = data, rows
+        self.pieces = None if data.pieces is None else np.unique(_first_not_below(data.pieces, rows, length))
 
-    def __len__(self) -> int:
-        return self._length
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        return self._data.take(self._rows(indices), columns)
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
+        return self._data.take(self._rows(indices), names)
 
     def row(self, index: int) -> str:
         return self._data.row(int(self._rows(np.array([index]))[0]))
@@ -239,21 +224,18 @@ def with_classes(data: Dataset, column: str, classes: tuple[str, ...], origin: s
     return _Renumbered(data, column, classes)
 
 
-class _Renumbered:
+class _Renumbered(Dataset):
     """A dataset whose class numbers are those of another."""
 
     def __init__(self, data: Dataset, column: str, classes: tuple[str, ...]):
         old = data.columns[column]
-        self.columns = {**data.columns, column: dataclasses.replace(old, classes=classes)}
-        self.pieces = pieces_of(data)
+        super().__init__({**data.columns, column: dataclasses.replace(old, classes=classes)}, len(data), data.origin)
+        self.pieces = data.pieces
         self._data, self._column = data, column
         self._numbers = np.array([classes.index(name) for name in old.classes or ()], old.dtype)
 
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def take(self, indices: np.ndarray, columns: Sequence[str] | None = None) -> Batch:
-        batch = self._data.take(indices, columns)
+    def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
+        batch = self._data.take(indices, names)
         if (labels := batch.get(self._column)) is not None:  # other numbers, such as -1 for no class, stay
             is_class = (labels >= 0) & (labels < len(self._numbers))
             batch[self._column] = np.where(is_class, self._numbers[np.where(is_class, labels, 0)], labels)
@@ -284,7 +266,7 @@ def split(
         raise DataError("cannot split one row", hint="pass separate validation data: `validation=...`")
     held_out = min(max(round(count * fraction), 1), count - 1)
     order = Order(count, seed, _SPLIT)
-    if strata is None and pieces_of(data) is not None:
+    if strata is None and data.pieces is not None:
         spread = _Spread(count, held_out, seed)
         return Subset(data, count - held_out, spread.others), Subset(data, held_out, spread.chosen)
     if strata is None:
