@@ -43,7 +43,7 @@ def _word(value: Any) -> str:
 
 
 def losses() -> str:
-    return _catalogue("losses", "loss|what it is|options")
+    return _catalog("losses", "loss|what it is|options")
 
 
 def optimizers() -> str:
@@ -58,26 +58,26 @@ def optimizers() -> str:
 
 
 def schedules() -> str:
-    return _catalogue("schedules", "schedule|the learning rate|options")
+    return _catalog("schedules", "schedule|the learning rate|options")
 
 
 def initializers() -> str:
-    return _catalogue("initializers", "initialiser|values|options")
+    return _catalog("initializers", "initializer|values|options")
 
 
 def preprocessing() -> str:
-    return _catalogue("preprocessing", "operation|what it does|options")
+    return _catalog("preprocessing", "operation|what it does|options")
 
 
 def augmentations() -> str:
-    return _catalogue("augmentations", "augmentation|what it does|options")
+    return _catalog("augmentations", "augmentation|what it does|options")
 
 
 _COMMON = ("warmup", "warmup_start", "every", "scale", "maximize", "standard")
-"""Options that all entries of a catalogue have, and texts beside the tables explain."""
+"""Options that all entries of a catalog have, and texts beside the tables explain."""
 
 
-def _catalogue(kind: build.Catalogue, header: str) -> str:
+def _catalog(kind: build.Catalog, header: str) -> str:
     """What a recipe can name, as `onward prepare --list` shows it."""
     return rows(
         header,

@@ -409,9 +409,9 @@ def test_hostile_files(name: str, commands: int | None, tmp_path: Path) -> None:
 # ---- recipes, mistyped -----------------------------------------------------------------------------------------------
 
 
-def specs(catalogue: build.Catalogue) -> st.SearchStrategy[str]:
+def specs(catalog: build.Catalog) -> st.SearchStrategy[str]:
     """Names and options that there are, with values that make sense or none, and text that is no spec at all."""
-    known = build.entries(catalogue)
+    known = build.entries(catalog)
     odd = [
         "abc",
         "",

@@ -7,19 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs import QUIET, RECIPE, filled, state
+from runs import QUIET, RECIPE, state
 
 import onward
 from onward.errors import ArgumentError, TrainingError
 from onward.training.callbacks import Status
 from onward.training.run import Run
 
+pytestmark = pytest.mark.usefixtures("folder")
+
 SETTINGS: dict[str, Any] = {"epochs": 2, "batch_size": 16, "validation": 0.5, **RECIPE, **QUIET}  # 3 steps in an epoch
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(filled(tmp_path))
 
 
 class Told(onward.Callback):

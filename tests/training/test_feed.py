@@ -21,13 +21,6 @@ from onward.training.api import find_lr, resume, train
 from onward.training.data import in_parts, open_data, split
 from onward.training.run import Run
 
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 # ---- labels and heads ------------------------------------------------------------------------------------------------
 
 

@@ -25,12 +25,6 @@ from onward.training.run import Run
 from onward.transform.extract import extract
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def pixels(count: int = 48) -> Arrays:
     rng = np.random.default_rng(0)
     return {"image": rng.integers(0, 17, (count, 8, 8), np.uint8), "labels": np.arange(count) % 10}

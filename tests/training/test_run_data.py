@@ -24,12 +24,6 @@ from onward.training.run import Run
 FROZEN: dict[str, Any] = {**RECIPE, **QUIET, "freeze": "fc1.*", "save_every": 0}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def exported(path: str = "net.onnx", *, scale: float = 1.0) -> onnx.ModelProto:
     """A model with its weights in a file beside it, written over what was there, as exporters do."""
     proto = digits_mlp(64)

@@ -28,12 +28,6 @@ from onward.training.run import Run
 SETTINGS: dict[str, Any] = {**RECIPE, **QUIET}
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(filled(tmp_path))
-    return tmp_path
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = filled(tmp_path_factory.mktemp("made"))

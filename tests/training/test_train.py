@@ -12,20 +12,12 @@ import onnx
 import pytest
 from models import digits_mlp, small_cnn
 from onnx import numpy_helper
-from runs import QUIET, RECIPE, Arrays, accuracy, digits, filled, outputs, state
+from runs import QUIET, RECIPE, Arrays, accuracy, digits, outputs, state
 
 import onward
 from onward.errors import DataError, InvalidModelError, RecipeError, UnsupportedError
 from onward.training.api import find_lr, resume, train
 from onward.training.run import Run
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with two models, and data for each."""
-    monkeypatch.chdir(filled(tmp_path))
-    return tmp_path
-
 
 # ---- the main job ----------------------------------------------------------------------------------------------------
 

@@ -9,18 +9,11 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from runs import QUIET, filled, interrupted_after, state
+from runs import QUIET, interrupted_after, state
 
 import onward
 from onward.training.api import train
 from onward.training.run import Run
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with two models, and data for each."""
-    monkeypatch.chdir(filled(tmp_path))
-    return tmp_path
 
 
 def command(*arguments: str, code: int = 0) -> tuple[str, str]:
@@ -70,40 +63,6 @@ def test_command_finds_a_learning_rate(folder: Path) -> None:
     out, _ = command(*TRAIN[:5], "--find-lr")
     assert out.startswith("lr=") and not Path("runs").exists()
     assert json.loads(command(*TRAIN[:5], "--find-lr", "--json")[0])["lr"] > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "told"),
-    [
-        ("--data digits.npz", 2, "error: missing argument `MODEL`\nhint:  see `onward train --help`; to resume"),
-        ("digits.onnx", 2, "error: missing option `--data`\n"),
-        (
-            "digits.onnx --data digits.npz",
-            1,
-            "error: missing `loss`: the model is not a training model\nhint:  for example",
-        ),
-        ("digits.onnx --data no.npz --loss ce", 1, "error: `no.npz` does not exist\nhint: "),
-        (
-            "digits.onnx --data digits.npz --loss ce --validation 3",
-            1,
-            "error: `validation=3` is not a fraction between 0 and 1\n",
-        ),
-        ("digits.onnx --data digits.npz --loss ce --column image", 2, "error: `--column image` does not have the form"),
-        ("digits.onnx --data digits.npz --loss ce -o digits.onnx", 1, "error: `digits.onnx` is the input model\n"),
-        ("--resume no", 1, "error: `no` holds no run: no training.onnx\n"),
-        ("--resume no --seed 3", 2, "error: `--seed` has no effect with --resume\n"),
-        (
-            "training.onnx --data digits.npz --optimizer sgd",
-            1,
-            "error: the model is already a training model, so `opt",
-        ),
-    ],
-)
-def test_command_that_fails(arguments: str, code: int, told: str, folder: Path) -> None:
-    onward.prepare("digits.onnx", loss="cross_entropy").save("training.onnx")
-    out, err = command(*arguments.split(), code=code)
-    assert not out and err.startswith(told), err
-    assert not Path("runs").exists()
 
 
 def test_command_that_is_interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from runs import QUIET, RECIPE, Arrays, digits, filled
+from runs import QUIET, RECIPE, Arrays, digits
 
 from onward.errors import DataError, WriteError
 from onward.training.api import resume, train
@@ -37,12 +37,6 @@ HOLDER = """
 
     train("digits.onnx", batches, run="run", loss="cross_entropy", save_every=0, threads=1, quiet=True)
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(filled(tmp_path))
-    return tmp_path
 
 
 @contextmanager

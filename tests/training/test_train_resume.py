@@ -41,13 +41,6 @@ from onward.training.folder import Folder
 from onward.training.run import Run
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with two models, and data for each."""
-    monkeypatch.chdir(filled(tmp_path))
-    return tmp_path
-
-
 def history(run: Run) -> list[dict[str, Any]]:
     """The log, without times and without what says when it was saved, resumed and ended."""
     events = [{k: v for k, v in e.items() if k not in ("time", "seconds", "config", "model")} for e in run.read_log()]
@@ -470,9 +463,6 @@ def test_a_configuration_of_another_version(folder: Path) -> None:
         ({"monitor": "rmse"}, RecipeError, "`rmse` compares amounts"),
         ({"metrics": [max]}, ArgumentError, "`metrics` is .*max.*, but must be a string or a list of strings"),
         ({"metrics": max}, ArgumentError, "but must be a string or a list of strings"),
-        ({"patience": 3}, RecipeError, "needs validation data"),
-        ({"epochs": -1}, RecipeError, "`epochs` is -1, but must be at least 0"),
-        ({"loss": None}, RecipeError, "missing `loss`"),
         ({"device": "abacus"}, UnknownNameError, "no device `abacus`"),
     ],
 )
