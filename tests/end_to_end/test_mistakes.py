@@ -217,7 +217,7 @@ WRONG = [
     ("convert nope.pt --json", "the file `nope.pt` does not exist", ""),
     ("convert notes.txt --to torch", "`notes.txt` has no known checkpoint format", "that a framework saved"),
     ("convert model.h5", "`model.h5` is not a whole HDF5 file", ""),
-    ("diff training.onnx nope.pt", "there is no", ""),
+    ("diff training.onnx nope.pt", "`nope.pt` does not exist", "check the path"),
     ("verify digits.onnx --json", "the model has no step 0", "onward prepare"),
     ("verify training.onnx --engine onxruntime", "unknown engine `onxruntime`", "did you mean `onnxruntime`?"),
     ("verify training.onnx --inputs nope.npz", "cannot read `nope.npz`", "path"),

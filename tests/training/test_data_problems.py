@@ -430,7 +430,7 @@ def test_arrays_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
 
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 TENSORS: dict[str, tuple[Any, str]] = {
-    "no table": ([], "no table"),
+    "no table": ([], "is not a JSON object"),
     "no entry": ({"x": 5}, "has an unknown type"),
     "type": ({"x": ENTRY | {"dtype": ["F32"]}}, "has an unknown type"),
     "negative": ({"x": ENTRY | {"shape": [-2]}}, "is not a shape"),
