@@ -107,11 +107,7 @@ WEIGHTS = {"w1": (4, 8), "b1": (8,), "w2": (8, 3), "b2": (3,)}
 
 def mlp_graph() -> GraphProto:
     return helper.make_graph(
-        [
-            node("Gemm", "x w1 b1", "h"),
-            node("Relu", "h", "a"),
-            node("Gemm", "a w2 b2", "logits"),
-        ],
+        [node("Gemm", "x w1 b1", "h"), node("Relu", "h", "a"), node("Gemm", "a w2 b2", "logits")],
         "mlp",
         [value("x", ["batch", 4])],
         [value("logits", ["batch", 3])],
@@ -395,10 +391,30 @@ def damage(
     """Enter a function that damages a model into the table; its name says what is wrong."""
 
     def enter(apply: Callable[[ModelProto], None]) -> Callable[[ModelProto], None]:
-        DAMAGES.append(Damage(apply.__name__, apply, code, of, frozenset(also), target))
+        row(code, apply.__name__, apply, of=of, also=also, target=target)
         return apply
 
     return enter
+
+
+def row(
+    code: str,
+    name: str,
+    apply: Callable[[ModelProto], object],
+    *,
+    of: str = "adam",
+    also: Iterable[str] = (),
+    target: str | None = None,
+    refreshed: bool = False,
+) -> None:
+    """Enter a damage into the table; `refreshed` if it is not meant to be one to the fingerprint."""
+
+    def change(m: ModelProto) -> None:
+        apply(m)
+        if refreshed:
+            stale_free(m)
+
+    DAMAGES.append(Damage(name, change, code, of, frozenset(also), target))
 
 
 # What damages are made of.
@@ -408,12 +424,20 @@ def step_of(m: ModelProto, index: int = 0) -> TrainingInfoProto:
     return m.training_info[index]
 
 
+def algorithm_of(m: ModelProto, index: int = 0) -> GraphProto:
+    return step_of(m, index).algorithm
+
+
+def first(graph: GraphProto, op: str) -> NodeProto:
+    return nodes_of(graph, op)[0]
+
+
 def nodes_of(graph: GraphProto, op: str) -> list[NodeProto]:
     return [n for n in graph.node if n.op_type == op]
 
 
 def gradient(m: ModelProto) -> NodeProto:
-    return nodes_of(step_of(m).algorithm, "Gradient")[-1]
+    return nodes_of(algorithm_of(m), "Gradient")[-1]
 
 
 def optimizer(m: ModelProto, index: int = 0) -> NodeProto:
@@ -443,6 +467,14 @@ def bind(m: ModelProto, key: str, text: str, index: int = 0) -> None:
     step_of(m, index).update_binding.add(key=key, value=text)
 
 
+def put(owner: Any, key: str | int, new: object) -> None:
+    """Assign an attribute of a message, or an element of a repeated field."""
+    if isinstance(key, str):
+        setattr(owner, key, new)
+    else:
+        owner[key] = new
+
+
 def append(graph: GraphProto, *nodes: NodeProto) -> None:
     graph.node.extend(nodes)
 
@@ -470,14 +502,8 @@ def no_graph(m: ModelProto) -> None:
     m.ClearField("graph")
 
 
-@damage("OW102")
-def no_ir_version(m: ModelProto) -> None:
-    m.ClearField("ir_version")
-
-
-@damage("OW103")
-def ir_version_of_the_future(m: ModelProto) -> None:
-    m.ir_version = 99
+row("OW102", "no_ir_version", lambda m: m.ClearField("ir_version"))
+row("OW103", "ir_version_of_the_future", lambda m: put(m, "ir_version", 99))
 
 
 @damage("OW104")
@@ -504,146 +530,94 @@ def training_of_the_prototype(m: ModelProto) -> None:
     m.MergeFromString(b"\xaa\x01" + length + inner)  # field 21
 
 
-@damage("OW107")
-def graph_call(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("GraphCall", "x", "called", graph_name="mlp"))
-
-
-@damage("OW115")
-def graph_call_of_nothing(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("GraphCall", "x", "called", graph_name="nothing"))
-
-
-@damage("OW108")
-def algorithm_without_name(m: ModelProto) -> None:
-    step_of(m).algorithm.ClearField("name")
-
-
-@damage("OW108")
-def initialization_without_name(m: ModelProto) -> None:
-    step_of(m).initialization.ClearField("name")
-
-
-@damage("OW110")
-def unknown_standard_operator(m: ModelProto) -> None:
-    nodes_of(m.graph, "Relu")[0].op_type = "Relooo"
-    stale_free(m)
-
-
-@damage("OW110")
-def unknown_attribute_in_inference(m: ModelProto) -> None:
-    nodes_of(m.graph, "Relu")[0].attribute.append(helper.make_attribute("slope", 0.1))
-    stale_free(m)
+row("OW107", "graph_call", lambda m: append(algorithm_of(m), node("GraphCall", "x", "called", graph_name="mlp")))
+row(
+    "OW115",
+    "graph_call_of_nothing",
+    lambda m: append(algorithm_of(m), node("GraphCall", "x", "called", graph_name="nothing")),
+)
+row("OW108", "algorithm_without_name", lambda m: algorithm_of(m).ClearField("name"))
+row("OW108", "initialization_without_name", lambda m: step_of(m).initialization.ClearField("name"))
+row("OW110", "unknown_standard_operator", lambda m: put(first(m.graph, "Relu"), "op_type", "Relooo"), refreshed=True)
+row(
+    "OW110",
+    "unknown_attribute_in_inference",
+    lambda m: first(m.graph, "Relu").attribute.append(helper.make_attribute("slope", 0.1)),
+    refreshed=True,
+)
 
 
 @damage("OW111")
 def attribute_twice(m: ModelProto) -> None:
-    loss = step_of(m).algorithm.node[0]
+    loss = algorithm_of(m).node[0]
     loss.attribute.extend([helper.make_attribute("reduction", "mean")] * 2)
 
 
-@damage("OW112")
-def initialization_with_unknown_operator(m: ModelProto) -> None:
-    nodes_of(step_of(m).initialization, "RandomNormal")[0].op_type = "RandomGaussian"
+row(
+    "OW112",
+    "initialization_with_unknown_operator",
+    lambda m: put(first(step_of(m).initialization, "RandomNormal"), "op_type", "RandomGaussian"),
+)
 
 
 @damage("OW113")
 def shapes_contradict(m: ModelProto) -> None:
-    algorithm = step_of(m).algorithm
+    algorithm = algorithm_of(m)
     append(algorithm, node("MatMul", "w1 w1", "impossible"))
 
 
-@damage("OW113")
-def declared_type_is_wrong(m: ModelProto) -> None:
-    m.graph.value_info.append(value("a", ["batch", 8], TensorProto.DOUBLE))
-
-
-@damage("OW120")
-def two_nodes_compute_one_name(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("Add", "step one", "step_new"))
-
-
-@damage("OW120")
-def two_initializers_of_one_name(m: ModelProto) -> None:
-    m.graph.initializer.append(m.graph.initializer[0])
-    stale_free(m)
-
-
-@damage("OW121")
-def algorithm_declares_the_inference_input(m: ModelProto) -> None:
-    step_of(m).algorithm.input.append(m.graph.input[0])
-
-
-@damage("OW121")
-def algorithm_declares_an_inference_weight(m: ModelProto) -> None:
-    step_of(m).algorithm.initializer.append(m.graph.initializer[0])
-
-
-@damage("OW121")
-def algorithm_computes_an_inference_value(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("Identity", "step", "h"))
-
-
-@damage("OW122")
-def inference_reads_the_algorithm(m: ModelProto) -> None:
-    nodes_of(m.graph, "Relu")[0].input[0] = "lr"
-    stale_free(m)
-
-
-@damage("OW123")
-def inference_reads_nothing(m: ModelProto) -> None:
-    nodes_of(m.graph, "Gemm")[1].input[2] = "b3"
-    stale_free(m)
-
-
-@damage("OW123")
-def initialization_reads_nothing(m: ModelProto) -> None:
-    insert(step_of(m).initialization, 0, node("Identity", "nothing", "unused"))
-
-
-@damage("OW123", "control_flow")
-def body_reads_nothing(m: ModelProto) -> None:
-    attribute(m.graph.node[0], "body").g.node[0].input[1] = "w_"
-    stale_free(m)
+row(
+    "OW113", "declared_type_is_wrong", lambda m: m.graph.value_info.append(value("a", ["batch", 8], TensorProto.DOUBLE))
+)
+row("OW120", "two_nodes_compute_one_name", lambda m: append(algorithm_of(m), node("Add", "step one", "step_new")))
+row(
+    "OW120",
+    "two_initializers_of_one_name",
+    lambda m: m.graph.initializer.append(m.graph.initializer[0]),
+    refreshed=True,
+)
+row("OW121", "algorithm_declares_the_inference_input", lambda m: algorithm_of(m).input.append(m.graph.input[0]))
+row(
+    "OW121",
+    "algorithm_declares_an_inference_weight",
+    lambda m: algorithm_of(m).initializer.append(m.graph.initializer[0]),
+)
+row("OW121", "algorithm_computes_an_inference_value", lambda m: append(algorithm_of(m), node("Identity", "step", "h")))
+row("OW122", "inference_reads_the_algorithm", lambda m: put(first(m.graph, "Relu").input, 0, "lr"), refreshed=True)
+row("OW123", "inference_reads_nothing", lambda m: put(nodes_of(m.graph, "Gemm")[1].input, 2, "b3"), refreshed=True)
+row(
+    "OW123",
+    "initialization_reads_nothing",
+    lambda m: insert(step_of(m).initialization, 0, node("Identity", "nothing", "unused")),
+)
+row(
+    "OW123",
+    "body_reads_nothing",
+    lambda m: put(attribute(m.graph.node[0], "body").g.node[0].input, 1, "w_"),
+    of="control_flow",
+    refreshed=True,
+)
 
 
 @damage("OW124")
 def circle(m: ModelProto) -> None:
-    nodes_of(step_of(m).algorithm, "Add")[0].input[0] = "turn"
-    append(step_of(m).algorithm, node("Identity", "step_new", "turn"))
+    first(algorithm_of(m), "Add").input[0] = "turn"
+    append(algorithm_of(m), node("Identity", "step_new", "turn"))
 
 
 @damage("OW125")
 def unsorted(m: ModelProto) -> None:
-    algorithm = step_of(m).algorithm
+    algorithm = algorithm_of(m)
     reordered = list(reversed(algorithm.node))
     del algorithm.node[:]
     algorithm.node.extend(reordered)
 
 
-@damage("OW126")
-def output_of_nothing(m: ModelProto) -> None:
-    step_of(m).algorithm.output.append(value("accuracy", []))
-
-
-@damage("OW127")
-def output_of_inference_again(m: ModelProto) -> None:
-    step_of(m).algorithm.output.append(m.graph.output[0])
-
-
-@damage("OW128", "gan")
-def step_reads_another_step(m: ModelProto) -> None:
-    nodes_of(step_of(m, 1).algorithm, "Neg")[0].input[0] = "gap"
-
-
-@damage("OW130")
-def weight_is_cut_off(m: ModelProto) -> None:
-    initializer(m, "w1").raw_data = initializer(m, "w1").raw_data[:-4]
-
-
-@damage("OW130")
-def weight_has_two_sorts_of_data(m: ModelProto) -> None:
-    initializer(m, "w1").float_data.append(1.0)
+row("OW126", "output_of_nothing", lambda m: algorithm_of(m).output.append(value("accuracy", [])))
+row("OW127", "output_of_inference_again", lambda m: algorithm_of(m).output.append(m.graph.output[0]))
+row("OW128", "step_reads_another_step", lambda m: put(nodes_of(algorithm_of(m, 1), "Neg")[0].input, 0, "gap"), of="gan")
+row("OW130", "weight_is_cut_off", lambda m: put(initializer(m, "w1"), "raw_data", initializer(m, "w1").raw_data[:-4]))
+row("OW130", "weight_has_two_sorts_of_data", lambda m: initializer(m, "w1").float_data.append(1.0))
 
 
 def outside(m: ModelProto, location: str | None, **entries: str) -> None:
@@ -656,29 +630,11 @@ def outside(m: ModelProto, location: str | None, **entries: str) -> None:
         weight.external_data.add(key=key, value=text)
 
 
-@damage("OW131")
-def external_data_nowhere(m: ModelProto) -> None:
-    outside(m, None)
-
-
-@damage("OW131")
-def external_data_outside(m: ModelProto) -> None:
-    outside(m, "../../etc/passwd")
-
-
-@damage("OW131")
-def external_data_at_an_absolute_path(m: ModelProto) -> None:
-    outside(m, "/etc/passwd")
-
-
-@damage("OW131")
-def external_data_at_no_number(m: ModelProto) -> None:
-    outside(m, "w.data", offset="first")
-
-
-@damage("OW132")
-def external_data_too_short(m: ModelProto) -> None:
-    outside(m, "w.data", offset="0", length="8")
+row("OW131", "external_data_nowhere", lambda m: outside(m, None))
+row("OW131", "external_data_outside", lambda m: outside(m, "../../etc/passwd"))
+row("OW131", "external_data_at_an_absolute_path", lambda m: outside(m, "/etc/passwd"))
+row("OW131", "external_data_at_no_number", lambda m: outside(m, "w.data", offset="first"))
+row("OW132", "external_data_too_short", lambda m: outside(m, "w.data", offset="0", length="8"))
 
 
 @damage("OW133")
@@ -695,7 +651,7 @@ def on_two_devices(m: ModelProto, **spec: Any) -> Any:
     """A weight that is divided among two devices, and the specification to damage."""
     m.ir_version = 11
     m.configuration.add(name="two", num_devices=2, device=["a", "b"])
-    reader = nodes_of(m.graph, "Gemm")[0]
+    reader = first(m.graph, "Gemm")
     made = reader.device_configurations.add(configuration_id="two").sharding_spec.add(
         tensor_name=reader.input[1], device=[0, 1]
     )
@@ -721,24 +677,14 @@ def configuration_that_is_not_there(m: ModelProto) -> None:
     m.configuration[0].name = "three"
 
 
-@damage("OW142")
-def divided_along_an_axis_that_is_not_there(m: ModelProto) -> None:
-    on_two_devices(m).sharded_dim[0].axis = 2
-
-
-@damage("OW142")
-def given_to_a_third_of_two_devices(m: ModelProto) -> None:
-    on_two_devices(m).device[1] = 2
-
-
-@damage("OW142")
-def more_parts_than_devices(m: ModelProto) -> None:
-    on_two_devices(m).sharded_dim[0].simple_sharding[0].num_shards = 4
-
-
-@damage("OW142")
-def divided_and_not_read(m: ModelProto) -> None:
-    on_two_devices(m).tensor_name = "elsewhere"
+row("OW142", "divided_along_an_axis_that_is_not_there", lambda m: put(on_two_devices(m).sharded_dim[0], "axis", 2))
+row("OW142", "given_to_a_third_of_two_devices", lambda m: put(on_two_devices(m).device, 1, 2))
+row(
+    "OW142",
+    "more_parts_than_devices",
+    lambda m: put(on_two_devices(m).sharded_dim[0].simple_sharding[0], "num_shards", 4),
+)
+row("OW142", "divided_and_not_read", lambda m: put(on_two_devices(m), "tensor_name", "elsewhere"))
 
 
 @damage("OW143")
@@ -750,40 +696,18 @@ def devices_before_their_time(m: ModelProto) -> None:
 # Bindings and state.
 
 
-@damage("OW201")
-def key_is_misspelt(m: ModelProto) -> None:
-    bind(m, "w1x", "loss")
-
-
-@damage("OW201")
-def key_is_an_input(m: ModelProto) -> None:
-    bind(m, "labels", "loss")
-
-
-@damage("OW201")
-def key_is_computed(m: ModelProto) -> None:
-    bind(m, "h", "loss")
-
-
-@damage("OW201", "gan")
-def key_belongs_to_another_step(m: ModelProto) -> None:
-    bind(m, "d/momentum", "loss", 1)
-
-
-@damage("OW202")
-def key_is_bound_twice(m: ModelProto) -> None:
-    bind(m, "w1", "w1_new")
-
-
-@damage("OW202")
-def key_is_initialized_twice(m: ModelProto) -> None:
-    step_of(m).initialization_binding.add(key="w1", value="w1_start")
+row("OW201", "key_is_misspelt", lambda m: bind(m, "w1x", "loss"))
+row("OW201", "key_is_an_input", lambda m: bind(m, "labels", "loss"))
+row("OW201", "key_is_computed", lambda m: bind(m, "h", "loss"))
+row("OW201", "key_belongs_to_another_step", lambda m: bind(m, "d/momentum", "loss", 1), of="gan")
+row("OW202", "key_is_bound_twice", lambda m: bind(m, "w1", "w1_new"))
+row("OW202", "key_is_initialized_twice", lambda m: step_of(m).initialization_binding.add(key="w1", value="w1_start"))
 
 
 @damage("OW203", "gan", also=["OW419"])
 def two_steps_update_one_variable(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("Neg", "g", "g_turned"))
-    step_of(m).algorithm.output.append(value("g_turned", [2, 3]))
+    append(algorithm_of(m), node("Neg", "g", "g_turned"))
+    algorithm_of(m).output.append(value("g_turned", [2, 3]))
     bind(m, "g", "g_turned")
 
 
@@ -794,14 +718,8 @@ def two_steps_initialize_one_variable(m: ModelProto) -> None:
     step_of(m).initialization_binding.add(key="g", value="g_again")
 
 
-@damage("OW205")
-def update_is_not_an_output(m: ModelProto) -> None:
-    drop(step_of(m).algorithm.output, "w1_new")
-
-
-@damage("OW205", also=["OW213"])
-def update_does_not_exist(m: ModelProto) -> None:
-    binding(m, "w1").value = "w1_neu"
+row("OW205", "update_is_not_an_output", lambda m: drop(algorithm_of(m).output, "w1_new"))
+row("OW205", "update_does_not_exist", lambda m: put(binding(m, "w1"), "value", "w1_neu"), also=["OW213"])
 
 
 @damage("OW206", "statistics")
@@ -816,53 +734,49 @@ def update_is_an_inference_output(m: ModelProto) -> None:
 
 @damage("OW207")
 def update_of_another_type(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("Cast", "step_new", "step_float", to=FLOAT))
-    step_of(m).algorithm.output.append(value("step_float", []))
+    append(algorithm_of(m), node("Cast", "step_new", "step_float", to=FLOAT))
+    algorithm_of(m).output.append(value("step_float", []))
     binding(m, "step").value = "step_float"
 
 
 @damage("OW208", "second_order")
 def update_of_another_shape(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("Transpose", "w_new", "w_turned"))
-    step_of(m).algorithm.output.append(value("w_turned", [1, 3]))
+    append(algorithm_of(m), node("Transpose", "w_new", "w_turned"))
+    algorithm_of(m).output.append(value("w_turned", [1, 3]))
     binding(m, "w").value = "w_turned"
 
 
 @damage("OW209")
 def key_is_sparse(m: ModelProto) -> None:
     sparse = SparseTensorProto(values=tensor("few", [1.0]), indices=tensor("where", [2], np.int64), dims=[8])
-    step_of(m).algorithm.sparse_initializer.append(sparse)
-    append(step_of(m).algorithm, node("Neg", "b1", "few_new"))
-    step_of(m).algorithm.output.append(value("few_new", [8]))
+    algorithm_of(m).sparse_initializer.append(sparse)
+    append(algorithm_of(m), node("Neg", "b1", "few_new"))
+    algorithm_of(m).output.append(value("few_new", [8]))
     bind(m, "few", "few_new")
 
 
-@damage("OW210")
-def variable_is_an_input_too(m: ModelProto) -> None:
-    m.graph.input.append(value("w1", WEIGHTS["w1"]))
-    stale_free(m)
-
-
-@damage("OW211", also=["OW213", "OW219"])
-def one_value_for_two_variables(m: ModelProto) -> None:
-    binding(m, "w1/exp_avg").value = "w1/exp_avg_sq_new"
+row("OW210", "variable_is_an_input_too", lambda m: m.graph.input.append(value("w1", WEIGHTS["w1"])), refreshed=True)
+row(
+    "OW211",
+    "one_value_for_two_variables",
+    lambda m: put(binding(m, "w1/exp_avg"), "value", "w1/exp_avg_sq_new"),
+    also=["OW213", "OW219"],
+)
 
 
 @damage("OW212", also=["OW213", "OW419"])
 def variable_is_assigned_to_itself(m: ModelProto) -> None:
-    step_of(m).algorithm.output.append(value("w1", WEIGHTS["w1"]))
+    algorithm_of(m).output.append(value("w1", WEIGHTS["w1"]))
     binding(m, "w1").value = "w1"
 
 
-@damage("OW213", also=["OW215"])
-def slot_is_not_bound(m: ModelProto) -> None:
-    drop(step_of(m).update_binding, "w1/exp_avg")
+row("OW213", "slot_is_not_bound", lambda m: drop(step_of(m).update_binding, "w1/exp_avg"), also=["OW215"])
 
 
 @damage("OW214")
 def large_output_is_not_bound(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("Neg", "w1", "turned"))
-    step_of(m).algorithm.output.append(value("turned", WEIGHTS["w1"]))
+    append(algorithm_of(m), node("Neg", "w1", "turned"))
+    algorithm_of(m).output.append(value("turned", WEIGHTS["w1"]))
 
 
 @damage("OW215", "second_order")
@@ -872,14 +786,10 @@ def state_is_never_updated(m: ModelProto) -> None:
     step_of(m).initialization_binding.add(key="lr", value="lr_start")
 
 
-@damage("OW216", also=["OW307"])
-def state_is_not_initialised(m: ModelProto) -> None:
-    drop(step_of(m).initialization_binding, "w1/exp_avg")
-
-
-@damage("OW217")
-def empty_step(m: ModelProto) -> None:
-    m.training_info.add()
+row(
+    "OW216", "state_is_not_initialised", lambda m: drop(step_of(m).initialization_binding, "w1/exp_avg"), also=["OW307"]
+)
+row("OW217", "empty_step", lambda m: m.training_info.add())
 
 
 @damage("OW218")
@@ -898,54 +808,39 @@ def slots_are_swapped(m: ModelProto) -> None:
     binding(m, "w1/exp_avg_sq").value = "w1/exp_avg_new"
 
 
-@damage("OW220")
-def binding_without_key(m: ModelProto) -> None:
-    bind(m, "", "loss")
-
-
-@damage("OW220", also=["OW213"])
-def binding_without_value(m: ModelProto) -> None:
-    binding(m, "w1").value = ""
+row("OW220", "binding_without_key", lambda m: bind(m, "", "loss"))
+row("OW220", "binding_without_value", lambda m: put(binding(m, "w1"), "value", ""), also=["OW213"])
 
 
 # Initialization.
 
 
-@damage("OW301")
-def initialization_has_inputs(m: ModelProto) -> None:
-    step_of(m).initialization.input.append(value("seed", []))
-
-
-@damage("OW302")
-def initialization_is_missing(m: ModelProto) -> None:
-    step_of(m).ClearField("initialization")
-
-
-@damage("OW303")
-def initialization_reads_a_weight(m: ModelProto) -> None:
-    insert(step_of(m).initialization, 0, node("Neg", "w1", "turned"))
-
-
-@damage("OW304", also=["OW307"])
-def initial_value_does_not_exist(m: ModelProto) -> None:
-    binding(m, "w1", "initialization_binding").value = "w1_begin"
-
-
-@damage("OW304")
-def initial_value_is_not_an_output(m: ModelProto) -> None:
-    drop(step_of(m).initialization.output, "w1_start")
+row("OW301", "initialization_has_inputs", lambda m: step_of(m).initialization.input.append(value("seed", [])))
+row("OW302", "initialization_is_missing", lambda m: step_of(m).ClearField("initialization"))
+row(
+    "OW303",
+    "initialization_reads_a_weight",
+    lambda m: insert(step_of(m).initialization, 0, node("Neg", "w1", "turned")),
+)
+row(
+    "OW304",
+    "initial_value_does_not_exist",
+    lambda m: put(binding(m, "w1", "initialization_binding"), "value", "w1_begin"),
+    also=["OW307"],
+)
+row("OW304", "initial_value_is_not_an_output", lambda m: drop(step_of(m).initialization.output, "w1_start"))
 
 
 @damage("OW305", "second_order")
 def initial_value_of_another_type(m: ModelProto) -> None:
-    attr = nodes_of(step_of(m).initialization, "RandomNormal")[0].attribute
+    attr = first(step_of(m).initialization, "RandomNormal").attribute
     attr.append(helper.make_attribute("dtype", TensorProto.DOUBLE))
     step_of(m).initialization.output[0].type.tensor_type.elem_type = TensorProto.DOUBLE
 
 
 @damage("OW306", "second_order")
 def initial_value_of_another_shape(m: ModelProto) -> None:
-    made = nodes_of(step_of(m).initialization, "RandomNormal")[0]
+    made = first(step_of(m).initialization, "RandomNormal")
     attribute(made, "shape").ints[:] = [1, 3]
     step_of(m).initialization.output[0].CopyFrom(value("w_start", [1, 3]))
 
@@ -956,22 +851,14 @@ def initial_value_for_nothing(m: ModelProto) -> None:
     step_of(m).initialization.output.append(value("more", [1]))
 
 
-@damage("OW308")
-def no_seed(m: ModelProto) -> None:
-    drop(nodes_of(step_of(m).initialization, "RandomNormal")[0].attribute, "seed")
+row("OW308", "no_seed", lambda m: drop(first(step_of(m).initialization, "RandomNormal").attribute, "seed"))
 
 
 # Gradient.
 
 
-@damage("OW401")
-def gradient_without_xs(m: ModelProto) -> None:
-    drop(gradient(m).attribute, "xs")
-
-
-@damage("OW402")
-def gradient_without_y(m: ModelProto) -> None:
-    drop(gradient(m).attribute, "y")
+row("OW401", "gradient_without_xs", lambda m: drop(gradient(m).attribute, "xs"))
+row("OW402", "gradient_without_y", lambda m: drop(gradient(m).attribute, "y"))
 
 
 @damage("OW402")
@@ -980,14 +867,8 @@ def gradient_with_y_of_another_sort(m: ModelProto) -> None:
     gradient(m).attribute.append(helper.make_attribute("y", ["loss"]))
 
 
-@damage("OW403")
-def gradient_of_an_unknown_y(m: ModelProto) -> None:
-    attribute(gradient(m), "y").s = b"los"
-
-
-@damage("OW403")
-def gradient_by_an_unknown_x(m: ModelProto) -> None:
-    attribute(gradient(m), "xs").strings[0] = b"w_1"
+row("OW403", "gradient_of_an_unknown_y", lambda m: put(attribute(gradient(m), "y"), "s", b"los"))
+row("OW403", "gradient_by_an_unknown_x", lambda m: put(attribute(gradient(m), "xs").strings, 0, b"w_1"))
 
 
 @damage("OW404")
@@ -995,14 +876,8 @@ def gradient_lacks_an_input(m: ModelProto) -> None:
     del gradient(m).input[-1]
 
 
-@damage("OW404")
-def gradient_skips_an_input(m: ModelProto) -> None:
-    gradient(m).input[0] = ""
-
-
-@damage("OW405", "second_order")
-def gradient_has_too_many_outputs(m: ModelProto) -> None:
-    gradient(m).output.append("dx2")
+row("OW404", "gradient_skips_an_input", lambda m: put(gradient(m).input, 0, ""))
+row("OW405", "gradient_has_too_many_outputs", lambda m: gradient(m).output.append("dx2"), of="second_order")
 
 
 @damage("OW406")
@@ -1020,14 +895,11 @@ def gradient_by_a_constant(m: ModelProto) -> None:
 @damage("OW408")
 def loss_does_not_depend_on_a_weight(m: ModelProto) -> None:
     m.graph.initializer.append(tensor("spare", np.zeros(8)))
-    nodes_of(m.graph, "Gemm")[0].input[2] = "spare"
+    first(m.graph, "Gemm").input[2] = "spare"
     stale_free(m)
 
 
-@damage("OW409")
-def way_to_the_loss_is_rounded(m: ModelProto) -> None:
-    nodes_of(m.graph, "Relu")[0].op_type = "Round"
-    stale_free(m)
+row("OW409", "way_to_the_loss_is_rounded", lambda m: put(first(m.graph, "Relu"), "op_type", "Round"), refreshed=True)
 
 
 @damage("OW409", "second_order")
@@ -1043,9 +915,7 @@ def variables_are_not_independent(m: ModelProto) -> None:
     gradient(m).input.append("h")
 
 
-@damage("OW411", "second_order")
-def loss_is_not_scalar(m: ModelProto) -> None:
-    attribute(gradient(m), "y").s = b"y"
+row("OW411", "loss_is_not_scalar", lambda m: put(attribute(gradient(m), "y"), "s", b"y"), of="second_order")
 
 
 @damage("OW412")
@@ -1056,26 +926,26 @@ def loss_depends_on_an_unnamed_input(m: ModelProto) -> None:
 
 @damage("OW413", "second_order")
 def gradient_by_an_integer(m: ModelProto) -> None:
-    step_of(m).algorithm.initializer.append(tensor("k", 1, np.int64))
+    algorithm_of(m).initializer.append(tensor("k", 1, np.int64))
     attribute(gradient(m), "xs").strings.append(b"k")
     gradient(m).input[:] = ["w", "k", "x"]
 
 
 @damage("OW414")
 def gradient_of_an_integer(m: ModelProto) -> None:
-    insert(step_of(m).algorithm, 1, node("Cast", "loss", "loss_whole", to=INT64))
+    insert(algorithm_of(m), 1, node("Cast", "loss", "loss_whole", to=INT64))
     attribute(gradient(m), "y").s = b"loss_whole"
 
 
 @damage("OW415", "second_order")
 def gradient_of_its_own_result(m: ModelProto) -> None:
     attribute(gradient(m), "y").s = b"norm"
-    append(step_of(m).algorithm, node("ReduceSumSquare", "dw", "norm", keepdims=0))
+    append(algorithm_of(m), node("ReduceSumSquare", "dw", "norm", keepdims=0))
 
 
 @damage("OW416", "control_flow")
 def gradient_in_a_branch(m: ModelProto) -> None:
-    branch = attribute(nodes_of(step_of(m).algorithm, "If")[0], "else_branch").g
+    branch = attribute(first(algorithm_of(m), "If"), "else_branch").g
     insert(branch, 0, node(f"{TRAINING}.Gradient", "w x target", "dw2", xs=["w"], zs=["x", "target"], y="loss"))
 
 
@@ -1096,7 +966,7 @@ def gradients_are_swapped(m: ModelProto) -> None:
     """Of two weights of equal shape, each is updated by the gradient of the other."""
     m.graph.initializer.append(tensor("spare", np.zeros(8)))
     insert(m.graph, 1, node("Add", "h spare", "h2"))
-    nodes_of(m.graph, "Relu")[0].input[0] = "h2"
+    first(m.graph, "Relu").input[0] = "h2"
     stale_free(m)
     one = step_of(m)
     attribute(gradient(m), "xs").strings.append(b"spare")
@@ -1111,22 +981,26 @@ def gradients_are_swapped(m: ModelProto) -> None:
     bind(m, "spare", "spare_new")
 
 
-@damage("OW419", "second_order", also=["OW418"])
-def weight_only_decays(m: ModelProto) -> None:
-    nodes_of(step_of(m).algorithm, "Mul")[0].input[0] = "w"
-
-
-@damage("OW420", "second_order", also=["OW215"])
-def weight_with_gradient_is_not_updated(m: ModelProto) -> None:
-    drop(step_of(m).update_binding, "w")
+row(
+    "OW419",
+    "weight_only_decays",
+    lambda m: put(first(algorithm_of(m), "Mul").input, 0, "w"),
+    of="second_order",
+    also=["OW418"],
+)
+row(
+    "OW420",
+    "weight_with_gradient_is_not_updated",
+    lambda m: drop(step_of(m).update_binding, "w"),
+    of="second_order",
+    also=["OW215"],
+)
 
 
 # Optimizers.
 
 
-@damage("OW501")
-def unknown_training_operator(m: ModelProto) -> None:
-    optimizer(m).op_type = "AdamW"
+row("OW501", "unknown_training_operator", lambda m: put(optimizer(m), "op_type", "AdamW"))
 
 
 @damage("OW502")
@@ -1134,46 +1008,32 @@ def adam_lacks_an_input(m: ModelProto) -> None:
     del optimizer(m).input[-1]
 
 
-@damage("OW502", also=["OW418", "OW419"])
-def adam_skips_an_input(m: ModelProto) -> None:
-    optimizer(m).input[6] = ""
+row("OW502", "adam_skips_an_input", lambda m: put(optimizer(m).input, 6, ""), also=["OW418", "OW419"])
 
 
 @damage("OW503", also=["OW205"])
 def adam_lacks_an_output(m: ModelProto) -> None:
-    drop(step_of(m).algorithm.output, optimizer(m).output[-1])
+    drop(algorithm_of(m).output, optimizer(m).output[-1])
     del optimizer(m).output[-1]
 
 
-@damage("OW504", "gan")
-def momentum_without_alpha(m: ModelProto) -> None:
-    drop(optimizer(m).attribute, "alpha")
-
-
-@damage("OW505", "gan")
-def momentum_of_an_unknown_mode(m: ModelProto) -> None:
-    attribute(optimizer(m), "mode").s = b"heavy_ball"
-
-
-@damage("OW506")
-def learning_rate_is_an_integer(m: ModelProto) -> None:
-    initializer(m, "lr").CopyFrom(tensor("lr", 1, np.int64))
-
-
-@damage("OW506")
-def learning_rate_is_a_vector(m: ModelProto) -> None:
-    initializer(m, "lr").CopyFrom(tensor("lr", [0.1, 0.1]))
+row("OW504", "momentum_without_alpha", lambda m: drop(optimizer(m).attribute, "alpha"), of="gan")
+row(
+    "OW505", "momentum_of_an_unknown_mode", lambda m: put(attribute(optimizer(m), "mode"), "s", b"heavy_ball"), of="gan"
+)
+row("OW506", "learning_rate_is_an_integer", lambda m: initializer(m, "lr").CopyFrom(tensor("lr", 1, np.int64)))
+row("OW506", "learning_rate_is_a_vector", lambda m: initializer(m, "lr").CopyFrom(tensor("lr", [0.1, 0.1])))
 
 
 @damage("OW507", "gan")
 def count_is_a_float(m: ModelProto) -> None:
-    insert(step_of(m).algorithm, 0, node("Cast", "count", "count_float", to=FLOAT))
+    insert(algorithm_of(m), 0, node("Cast", "count", "count_float", to=FLOAT))
     optimizer(m).input[1] = "count_float"
 
 
 @damage("OW508")
 def slot_of_another_type(m: ModelProto) -> None:
-    insert(step_of(m).algorithm, 3, node("Cast", "w1/exp_avg", "wide", to=TensorProto.DOUBLE))
+    insert(algorithm_of(m), 3, node("Cast", "w1/exp_avg", "wide", to=TensorProto.DOUBLE))
     args = optimizer(m).input
     args[list(args).index("w1/exp_avg")] = "wide"
 
@@ -1184,19 +1044,9 @@ def gradients_in_the_wrong_order(m: ModelProto) -> None:
     args[6], args[7] = args[7], args[6]
 
 
-@damage("OW510")
-def adam_counts_from_zero(m: ModelProto) -> None:
-    optimizer(m).input[1] = "step"
-
-
-@damage("OW511")
-def adam_does_not_count(m: ModelProto) -> None:
-    optimizer(m).input[1] = "one"
-
-
-@damage("OW512")
-def adam_never_forgets(m: ModelProto) -> None:
-    optimizer(m).attribute.append(helper.make_attribute("beta", 1.0))
+row("OW510", "adam_counts_from_zero", lambda m: put(optimizer(m).input, 1, "step"))
+row("OW511", "adam_does_not_count", lambda m: put(optimizer(m).input, 1, "one"))
+row("OW512", "adam_never_forgets", lambda m: optimizer(m).attribute.append(helper.make_attribute("beta", 1.0)))
 
 
 # Functions, operator sets, runtimes.
@@ -1207,24 +1057,10 @@ def training_domain_is_not_imported(m: ModelProto) -> None:
     del m.opset_import[1]
 
 
-@damage("OW602")
-def training_domain_of_another_version(m: ModelProto) -> None:
-    m.opset_import[1].version = 2
-
-
-@damage("OW603", also=["OW708"])
-def training_before_its_time(m: ModelProto) -> None:
-    m.ir_version = 6
-
-
-@damage("OW604", "functions", also=["OW708"])
-def functions_before_their_time(m: ModelProto) -> None:
-    m.ir_version = 7
-
-
-@damage("OW605")
-def domain_is_not_imported(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("com.example.Log", "loss", "logged"))
+row("OW602", "training_domain_of_another_version", lambda m: put(m.opset_import[1], "version", 2))
+row("OW603", "training_before_its_time", lambda m: put(m, "ir_version", 6), also=["OW708"])
+row("OW604", "functions_before_their_time", lambda m: put(m, "ir_version", 7), of="functions", also=["OW708"])
+row("OW605", "domain_is_not_imported", lambda m: append(algorithm_of(m), node("com.example.Log", "loss", "logged")))
 
 
 @damage("OW605", "functions")
@@ -1234,18 +1070,12 @@ def domain_is_not_imported_by_a_function(m: ModelProto) -> None:
 
 @damage("OW606")
 def operator_nobody_defines(m: ModelProto) -> None:
-    append(step_of(m).algorithm, node("com.example.Log", "loss", "logged"))
+    append(algorithm_of(m), node("com.example.Log", "loss", "logged"))
     m.opset_import.add(domain="com.example", version=1)
 
 
-@damage("OW607", "functions")
-def function_was_removed(m: ModelProto) -> None:
-    drop(m.functions, "SGD")
-
-
-@damage("OW607", "functions")
-def all_functions_were_removed(m: ModelProto) -> None:
-    del m.functions[:]
+row("OW607", "function_was_removed", lambda m: drop(m.functions, "SGD"), of="functions")
+row("OW607", "all_functions_were_removed", lambda m: m.ClearField("functions"), of="functions")
 
 
 @damage("OW608", "functions")
@@ -1254,34 +1084,30 @@ def recursion(m: ModelProto) -> None:
     m.functions[0].opset_import.add(domain="onward", version=1)
 
 
-@damage("OW609", "functions")
-def call_with_too_many_inputs(m: ModelProto) -> None:
-    nodes_of(step_of(m).algorithm, "SGD")[0].input.append("lr")
-
-
-@damage("OW609", "functions")
-def call_with_too_many_outputs(m: ModelProto) -> None:
-    nodes_of(step_of(m).algorithm, "SGD")[0].output.append("rest")
+row("OW609", "call_with_too_many_inputs", lambda m: first(algorithm_of(m), "SGD").input.append("lr"), of="functions")
+row(
+    "OW609", "call_with_too_many_outputs", lambda m: first(algorithm_of(m), "SGD").output.append("rest"), of="functions"
+)
 
 
 @damage("OW610", "functions")
 def call_with_too_few_inputs(m: ModelProto) -> None:
-    del nodes_of(step_of(m).algorithm, "Decay")[0].input[-1]
+    del first(algorithm_of(m), "Decay").input[-1]
 
 
-@damage("OW611", "functions")
-def call_without_an_attribute(m: ModelProto) -> None:
-    drop(nodes_of(step_of(m).algorithm, "SGD")[0].attribute, "weight_decay")
-
-
-@damage("OW612", "functions")
-def call_with_an_unknown_attribute(m: ModelProto) -> None:
-    nodes_of(step_of(m).algorithm, "SGD")[0].attribute.append(helper.make_attribute("momentum", 0.9))
-
-
-@damage("OW613", "functions")
-def function_is_defined_twice(m: ModelProto) -> None:
-    m.functions.append(m.functions[2])
+row(
+    "OW611",
+    "call_without_an_attribute",
+    lambda m: drop(first(algorithm_of(m), "SGD").attribute, "weight_decay"),
+    of="functions",
+)
+row(
+    "OW612",
+    "call_with_an_unknown_attribute",
+    lambda m: first(algorithm_of(m), "SGD").attribute.append(helper.make_attribute("momentum", 0.9)),
+    of="functions",
+)
+row("OW613", "function_is_defined_twice", lambda m: m.functions.append(m.functions[2]), of="functions")
 
 
 @damage("OW614", "functions")
@@ -1291,7 +1117,7 @@ def functions_that_double(m: ModelProto) -> None:
         inner = f"onward.Twice{i - 1}" if i else "Neg"
         body = [node(inner, "x", "half"), node(inner, "half", "y")]
         m.functions.append(helper.make_function("onward", f"Twice{i}", ["x"], ["y"], body, imports))
-    append(step_of(m).algorithm, node("onward.Twice59", "loss", "never"))
+    append(algorithm_of(m), node("onward.Twice59", "loss", "never"))
 
 
 @damage("OW615", "functions")
@@ -1300,14 +1126,8 @@ def function_is_not_called(m: ModelProto) -> None:
     m.functions[-1].name = "Third"
 
 
-@damage("OW616")
-def operator_set_in_two_versions(m: ModelProto) -> None:
-    m.opset_import.add(domain="ai.onnx", version=20)
-
-
-@damage("OW617")
-def operator_set_of_the_future(m: ModelProto) -> None:
-    m.opset_import[0].version = 999
+row("OW616", "operator_set_in_two_versions", lambda m: m.opset_import.add(domain="ai.onnx", version=20))
+row("OW617", "operator_set_of_the_future", lambda m: put(m.opset_import[0], "version", 999))
 
 
 @damage("OW618", "functions")
@@ -1318,9 +1138,12 @@ def function_with_another_version_of_an_operator(m: ModelProto) -> None:
     m.functions[0].node.append(node("ai.onnx.ml.LabelEncoder", m.functions[0].input[0], "label"))
 
 
-@damage("OW618", "functions")
-def function_of_an_older_operator_set(m: ModelProto) -> None:
-    next(opset for opset in m.functions[0].opset_import if not opset.domain).version = 13
+row(
+    "OW618",
+    "function_of_an_older_operator_set",
+    lambda m: put(next(opset for opset in m.functions[0].opset_import if not opset.domain), "version", 13),
+    of="functions",
+)
 
 
 @damage("OW650", target="onnxruntime")
@@ -1332,9 +1155,7 @@ def operator_set_is_too_new_for_the_runtime(m: ModelProto) -> None:
         made.CopyFrom(node("Constant", "", made.output[0], value=tensor("", np.ones(dims))))
 
 
-@damage("OW651", target="onnxruntime")
-def ir_version_is_too_new_for_the_runtime(m: ModelProto) -> None:
-    m.ir_version = 14
+row("OW651", "ir_version_is_too_new_for_the_runtime", lambda m: put(m, "ir_version", 14), target="onnxruntime")
 
 
 @damage("OW652", target="onnxruntime")
@@ -1342,14 +1163,14 @@ def training_operators_for_the_runtime(m: ModelProto) -> None:
     """Not a damage: what is true of every training model."""
 
 
-@damage("OW653", target="onnxruntime")
-def no_kernel_in_the_runtime(m: ModelProto) -> None:
-    m.opset_import[0].version = 22
-
-
-@damage("OW654", also=["OW606"], target="onnxruntime")
-def domain_is_unknown_to_the_runtime(m: ModelProto) -> None:
-    operator_nobody_defines(m)
+row("OW653", "no_kernel_in_the_runtime", lambda m: put(m.opset_import[0], "version", 22), target="onnxruntime")
+row(
+    "OW654",
+    "domain_is_unknown_to_the_runtime",
+    lambda m: operator_nobody_defines(m),
+    also=["OW606"],
+    target="onnxruntime",
+)
 
 
 @damage("OW655", "second_order", target="onnxruntime")
@@ -1363,9 +1184,7 @@ def gradient_in_the_inference_graph(m: ModelProto) -> None:
 # Metadata and staleness.
 
 
-@damage("OW701")
-def inference_graph_was_changed(m: ModelProto) -> None:
-    nodes_of(m.graph, "Relu")[0].op_type = "Tanh"
+row("OW701", "inference_graph_was_changed", lambda m: put(first(m.graph, "Relu"), "op_type", "Tanh"))
 
 
 @damage("OW702", also=["OW701"])
@@ -1373,19 +1192,13 @@ def inference_value_was_renamed(m: ModelProto) -> None:
     m.graph.node[2].output[0] = m.graph.output[0].name = "logits_1"
 
 
-@damage("OW702")
-def algorithm_reads_nothing(m: ModelProto) -> None:
-    nodes_of(step_of(m).algorithm, "Add")[0].input[1] = "on"
-
-
-@damage("OW703")
-def metadata_is_not_json(m: ModelProto) -> None:
-    next(p for p in step_of(m).algorithm.metadata_props if p.key == "train.progress").value = "{step: 1}"
-
-
-@damage("OW703")
-def metadata_is_json_without_end(m: ModelProto) -> None:
-    m.metadata_props.add(key="train.args", value="[" * 100_000)
+row("OW702", "algorithm_reads_nothing", lambda m: put(first(algorithm_of(m), "Add").input, 1, "on"))
+row(
+    "OW703",
+    "metadata_is_not_json",
+    lambda m: put(next(p for p in algorithm_of(m).metadata_props if p.key == "train.progress"), "value", "{step: 1}"),
+)
+row("OW703", "metadata_is_json_without_end", lambda m: m.metadata_props.add(key="train.args", value="[" * 100_000))
 
 
 @damage("OW704")
@@ -1394,9 +1207,13 @@ def slot_of_an_unknown_parameter(m: ModelProto) -> None:
     next(p for p in props if p.key == "train.param").value = "w9"
 
 
-@damage("OW704")
-def optimizer_of_an_unknown_parameter(m: ModelProto) -> None:
-    next(p for p in step_of(m).algorithm.metadata_props if p.key == "train.optimizer").value = '[{"params": ["w9"]}]'
+row(
+    "OW704",
+    "optimizer_of_an_unknown_parameter",
+    lambda m: put(
+        next(p for p in algorithm_of(m).metadata_props if p.key == "train.optimizer"), "value", '[{"params": ["w9"]}]'
+    ),
+)
 
 
 @damage("OW705")
@@ -1405,9 +1222,7 @@ def role_is_unknown(m: ModelProto) -> None:
     next(p for p in props if p.key == "train.role").value = "villain"
 
 
-@damage("OW706")
-def metadata_key_twice(m: ModelProto) -> None:
-    step_of(m).algorithm.metadata_props.add(key="train.progress", value="{}")
+row("OW706", "metadata_key_twice", lambda m: algorithm_of(m).metadata_props.add(key="train.progress", value="{}"))
 
 
 @damage("OW707")
@@ -1416,6 +1231,4 @@ def metadata_key_of_the_model_twice(m: ModelProto) -> None:
         m.metadata_props.add(key="author", value=text)
 
 
-@damage("OW708")
-def metadata_before_its_time(m: ModelProto) -> None:
-    m.ir_version = 9
+row("OW708", "metadata_before_its_time", lambda m: put(m, "ir_version", 9))
