@@ -195,12 +195,7 @@ def model_with(form: str) -> onnx.ModelProto:
 def test_attention_of_exporters_is_found_and_gives_the_same(form):
     text, wanted = FORMS[form]
     trained = [name for name in ("wq", "wk", "wv", "wo", "temperature", "bias") if name[0] == "w" or name in text]
-    model = onward.prepare(
-        model_with(text),
-        loss="mse",
-        optimizer="sgd:lr=0.1",
-        trainable=trained,
-    )
+    model = onward.prepare(model_with(text), loss="mse", optimizer="sgd:lr=0.1", trainable=trained)
     lowered = lower_for_engine(model, options=LoweringOptions(passes=PASSES))
     kinds = Counter(node.op_type for node in lowered.graph)
     found = [node for node in lowered.graph if node.domain == DOMAIN and node.op_type == "Attention"]

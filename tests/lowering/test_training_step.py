@@ -114,38 +114,24 @@ HEAD = '<ir_version: 10, opset_import: ["": 21, "ai.onnx.preview.training": 1]>'
 GRADIENT = "ai.onnx.preview.training.Gradient"
 
 
-def test_a_gradient_at_another_point():
-    text = (
-        HEAD + "g (float[2] x, float[2] z) => (float[2] d) { y = Mul(x, x) " + f'd = {GRADIENT}<xs=["x"], y="y">(z) }}'
-    )
-    np.testing.assert_allclose(lowered(text, {"x": [1, 2], "z": [5, 7]})[0], [10, 14])
-
-
-def test_a_second_derivative_by_nesting():
-    text = (
-        HEAD + "g (float[2] x) => (float[2] dd) { a = Mul(x, x) y = Mul(a, x) "
-        f'd = {GRADIENT}<xs=["x"], y="y">(x) dd = {GRADIENT}<xs=["x"], y="d">(x) }}'
-    )
-    np.testing.assert_allclose(lowered(text, {"x": [2, 3]})[0], [12, 18])
-
-
-def test_an_intermediate_cuts_the_way():
-    text = (
-        HEAD + "g (float[2] x) => (float[2] dx, float[2] dh) { h = Mul(x, x) y = Mul(h, x) "
-        f'dx, dh = {GRADIENT}<xs=["x", "h"], y="y">(x, h) }}'
-    )
-    dx, dh = lowered(text, {"x": [2, 3]})
-    np.testing.assert_allclose(dx, [4, 9])  # h counts as independent of x
-    np.testing.assert_allclose(dh, [2, 3])
-
-
-def test_outputs_that_are_left_out():
-    text = (
-        HEAD
-        + "g (float[2] x, float[2] w) => (float[2] d) { y = Mul(x, w) "
-        + f'"", d = {GRADIENT}<xs=["x", "w"], y="y">(x, w) }}'
-    )
-    np.testing.assert_allclose(lowered(text, {"x": [2, 3], "w": [1, 1]})[0], [2, 3])
+@pytest.mark.parametrize(
+    ("signature", "nodes", "inputs", "expected"),
+    [
+        ("(float[2] x, float[2] z) => (float[2] d)", f'y = Mul(x, x) d = {GRADIENT}<xs=["x"], y="y">(z)',
+         {"x": [1, 2], "z": [5, 7]}, [[10, 14]]),
+        ("(float[2] x) => (float[2] dd)",
+         f'a = Mul(x, x) y = Mul(a, x) d = {GRADIENT}<xs=["x"], y="y">(x) dd = {GRADIENT}<xs=["x"], y="d">(x)',
+         {"x": [2, 3]}, [[12, 18]]),
+        ("(float[2] x) => (float[2] dx, float[2] dh)",
+         f'h = Mul(x, x) y = Mul(h, x) dx, dh = {GRADIENT}<xs=["x", "h"], y="y">(x, h)',
+         {"x": [2, 3]}, [[4, 9], [2, 3]]),  # h counts as independent of x
+        ("(float[2] x, float[2] w) => (float[2] d)", f'y = Mul(x, w) "", d = {GRADIENT}<xs=["x", "w"], y="y">(x, w)',
+         {"x": [2, 3], "w": [1, 1]}, [[2, 3]]),
+    ],
+    ids=["at another point", "second derivative", "an intermediate cuts the way", "an output is left out"],
+)  # fmt: skip
+def test_gradients_of_small_graphs(signature, nodes, inputs, expected):
+    np.testing.assert_allclose(lowered(f"{HEAD} g {signature} {{ {nodes} }}", inputs), expected)
 
 
 def test_a_missing_rule_is_named_with_the_way():

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from broken_models import DAMAGES, GOOD, Damage
+from broken_models import DAMAGES, GOOD, Damage, put
 from models import digits_mlp, small_cnn
 from onnx import ModelProto, TensorProto, helper
 from runs import QUIET, digits
@@ -240,54 +240,25 @@ def test_a_node_that_no_rule_can_take(text: str) -> None:
 IMAGES = {"image": np.zeros((4, 64), np.float32), "labels": np.zeros(4, np.int64)}
 
 
-def _read_nothing(graph: onnx.GraphProto) -> None:
-    graph.node[1].input[0] = "nowhere"
+UNCONNECTED: dict[str, Callable[[onnx.GraphProto], object]] = {
+    "the node `relu` reads `nowhere`, which does not exist": lambda graph: put(graph.node[1].input, 0, "nowhere"),
+    "the node `fc1` reads `fc1.weight`, which does not exist": lambda graph: graph.initializer.pop(0),
+    "the node `fc1` reads `logits`, which is computed only later": lambda graph: put(graph.node[0].input, 0, "logits"),
+    "nothing computes the output `nowhere`": lambda graph: put(graph.output[0], "name", "nowhere"),
+    "not valid ONNX: Output 'hidden' is redeclared": lambda graph: put(graph.node[1].output, 0, "hidden"),
+    "nothing computes the output `logits`": lambda graph: graph.ClearField("node"),
+    "the input `image` has no type": lambda graph: put(graph.input[0].type.tensor_type, "elem_type", 0),
+    "the input `image` has a size of -5": lambda graph: put(
+        graph.input[0].type.tensor_type.shape.dim[1], "dim_value", -5
+    ),
+}
+"""The message -> what is done to a model to get it."""
 
 
-def _lose_a_weight(graph: onnx.GraphProto) -> None:
-    del graph.initializer[0]
-
-
-def _read_what_comes_later(graph: onnx.GraphProto) -> None:
-    graph.node[0].input[0] = "logits"
-
-
-def _promise_an_output(graph: onnx.GraphProto) -> None:
-    graph.output[0].name = "nowhere"
-
-
-def _compute_twice(graph: onnx.GraphProto) -> None:
-    graph.node[1].output[0] = "hidden"
-
-
-def _lose_all_nodes(graph: onnx.GraphProto) -> None:
-    del graph.node[:]
-
-
-def _lose_a_type(graph: onnx.GraphProto) -> None:
-    graph.input[0].type.tensor_type.elem_type = 0
-
-
-def _have_less_than_nothing(graph: onnx.GraphProto) -> None:
-    graph.input[0].type.tensor_type.shape.dim[1].dim_value = -5
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (_read_nothing, "the node `relu` reads `nowhere`, which does not exist"),
-        (_lose_a_weight, "the node `fc1` reads `fc1.weight`, which does not exist"),
-        (_read_what_comes_later, "the node `fc1` reads `logits`, which is computed only later"),
-        (_promise_an_output, "nothing computes the output `nowhere`"),
-        (_compute_twice, "not valid ONNX: Output 'hidden' is redeclared"),
-        (_lose_all_nodes, "nothing computes the output `logits`"),
-        (_lose_a_type, "the input `image` has no type"),
-        (_have_less_than_nothing, "the input `image` has a size of -5"),
-    ],
-)
-def test_graphs_that_do_not_hang_together(damage: Callable[[onnx.GraphProto], None], message: str) -> None:
+@pytest.mark.parametrize("message", UNCONNECTED)
+def test_graphs_that_do_not_hang_together(message: str) -> None:
     model = digits_mlp()
-    damage(model.graph)
+    UNCONNECTED[message](model.graph)
     for use in (
         lambda: onward.train(model, IMAGES, loss="cross_entropy", quiet=True),
         lambda: onward.prepare(model, loss="cross_entropy"),

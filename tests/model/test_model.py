@@ -92,10 +92,7 @@ def test_sparse_attributes_and_map_types_are_kept():
     maps = helper.make_sequence_type_proto(
         helper.make_map_type_proto(TensorProto.INT64, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
     )
-    outputs = [
-        helper.make_tensor_value_info("c", TensorProto.FLOAT, [4]),
-        helper.make_value_info("z", maps),
-    ]
+    outputs = [helper.make_tensor_value_info("c", TensorProto.FLOAT, [4]), helper.make_value_info("z", maps)]
     graph = helper.make_graph(nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 2])], outputs)
     imports = [helper.make_opsetid("", 21), helper.make_opsetid("ai.onnx.ml", 3)]
     proto = helper.make_model(graph, ir_version=10, opset_imports=imports)

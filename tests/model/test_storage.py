@@ -124,6 +124,14 @@ def everywhere() -> onnx.ModelProto:
     return proto
 
 
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A model with tensors in every place, and its data file."""
+    path = tmp_path / "m.onnx"
+    Opened(everywhere()).save(path, external="data")
+    return path
+
+
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
@@ -697,35 +705,31 @@ def contents(model: Opened) -> list[tuple[str, object, tuple[int, ...], object]]
 # ---- saving over a model ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_unchanged_is_not_written_again(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    Opened(everywhere()).save(path, external="data")
+def test_what_is_unchanged_is_not_written_again(saved: Path, tmp_path: Path) -> None:
     before = written(tmp_path / "m.data")
-    model = Opened.at(path)
+    model = Opened.at(saved)
     model.set("lr", np.array(0.5, np.float32))
-    model.save(path)
+    model.save(saved)
     assert written(tmp_path / "m.data") == before
     assert set(files(tmp_path)) == {"m.onnx", "m.data"}
-    assert dict(Opened.at(path).values())["lr"] == np.float32(0.5).tobytes()
+    assert dict(Opened.at(saved).values())["lr"] == np.float32(0.5).tobytes()
 
 
-def test_what_is_changed_goes_into_a_new_file(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    Opened(everywhere()).save(path, external="data")
+def test_what_is_changed_goes_into_a_new_file(saved: Path, tmp_path: Path) -> None:
     before = files(tmp_path)
-    model = Opened.at(path)
+    model = Opened.at(saved)
     model.set("w", np.ones((64, 64), np.float32))
-    model.save(path)
+    model.save(saved)
     after = files(tmp_path)
     assert set(after) == {"m.onnx", "m.data", "m.1.data"}
     assert after["m.data"] == before["m.data"] and len(after["m.1.data"]) == 64 * 64 * 4
-    model = Opened.at(path)
+    model = Opened.at(saved)
     assert dict(model.values())["w"] == np.ones((64, 64), np.float32).tobytes()
     for name in ("w/exp_avg", "seeds"):  # less than half of m.data is used now: it is given up
         model.set(name, np.ones((64, 64), np.float32))
-    model.save(path)
+    model.save(saved)
     assert set(files(tmp_path)) == {"m.onnx", "m.1.data", "m.2.data"}
-    assert Opened.at(path).values() == model.values()
+    assert Opened.at(saved).values() == model.values()
 
 
 def test_numbers_only_rise(tmp_path: Path) -> None:
@@ -735,11 +739,9 @@ def test_numbers_only_rise(tmp_path: Path) -> None:
         assert set(files(tmp_path)) == {"m.onnx", f"m.{number}.data" if number else "m.data"}
 
 
-def test_a_changed_format_replaces_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    Opened(everywhere()).save(path, external="data")
-    model = Opened.at(path)
-    model.save(path, external="safetensors")
+def test_a_changed_format_replaces_the_file(saved: Path, tmp_path: Path) -> None:
+    model = Opened.at(saved)
+    model.save(saved, external="safetensors")
     assert set(files(tmp_path)) == {"m.onnx", "m.safetensors"}
     assert model.values() == Opened(everywhere()).values()
     assert all(where[0].name == "m.safetensors" for _, item in model.tensors() if (where := range_of(item)))
@@ -801,11 +803,9 @@ def test_files_of_another_model_are_referred_to_or_copied_and_not_touched(tmp_pa
     assert Opened.at(tmp_path / "n.onnx").values() == Opened(everywhere()).values()
 
 
-def test_a_copy_of_the_model_keeps_its_data(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    Opened(everywhere()).save(path, external="data")
-    (tmp_path / "copy.onnx").write_bytes(path.read_bytes())
-    Opened(everywhere()).save(path, external="data")
+def test_a_copy_of_the_model_keeps_its_data(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.onnx").write_bytes(saved.read_bytes())
+    Opened(everywhere()).save(saved, external="data")
     assert set(files(tmp_path)) == {"m.onnx", "copy.onnx", "m.data", "m.1.data"}
     Opened.at(tmp_path / "copy.onnx")
 
@@ -827,15 +827,13 @@ def test_the_working_folder_may_change(tmp_path: Path, monkeypatch: pytest.Monke
     assert model.values() == Opened(everywhere()).values()
 
 
-def test_permissions_are_kept(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    Opened(everywhere()).save(path, external="data")
+def test_permissions_are_kept(saved: Path, tmp_path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
-    assert path.stat().st_mode & 0o777 == (tmp_path / "m.data").stat().st_mode & 0o777 == 0o666 & ~umask
-    path.chmod(0o640)
-    Opened(everywhere()).save(path, external="data")
-    assert path.stat().st_mode & 0o777 == (tmp_path / "m.1.data").stat().st_mode & 0o777 == 0o640
+    assert saved.stat().st_mode & 0o777 == (tmp_path / "m.data").stat().st_mode & 0o777 == 0o666 & ~umask
+    saved.chmod(0o640)
+    Opened(everywhere()).save(saved, external="data")
+    assert saved.stat().st_mode & 0o777 == (tmp_path / "m.1.data").stat().st_mode & 0o777 == 0o640
 
 
 def test_writes_through_a_link(tmp_path: Path) -> None:
@@ -884,18 +882,16 @@ def test_refuses_a_tensor_of_the_wrong_size(tmp_path: Path) -> None:
     assert not files(tmp_path)
 
 
-def test_data_that_was_cut_short(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    Opened(everywhere()).save(path, external="data")
-    model = Opened.at(path)
+def test_data_that_was_cut_short(saved: Path, tmp_path: Path) -> None:
+    model = Opened.at(saved)
     os.truncate(tmp_path / "m.data", 5000)
     with pytest.raises(ExternalDataError, match=r"of `m\.data`, which has 5000 bytes"):
-        Opened.at(path)
+        Opened.at(saved)
     (tmp_path / "new").mkdir()
     with pytest.raises(WriteError, match="could not write"):
         model.save(tmp_path / "new" / "m.onnx")
     with pytest.raises(WriteError, match="could not write"):
-        model.save(path, external="safetensors")
+        model.save(saved, external="safetensors")
     assert not files(tmp_path / "new")
     assert set(files(tmp_path)) == {"m.onnx", "m.data"}
 
@@ -971,18 +967,16 @@ def test_a_failure_anywhere_loses_nothing(form: str, error: BaseException, after
     assert form == "none" or "_copy" in sprung
 
 
-def test_a_failure_of_the_caller_loses_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "m.onnx"
-    Opened(everywhere()).save(path, external="data")
+def test_a_failure_of_the_caller_loses_nothing(saved: Path, tmp_path: Path) -> None:
     before = files(tmp_path)
-    model = Opened.at(path)
+    model = Opened.at(saved)
     held = [item for _, item in model.tensors()]
 
     def to_proto() -> onnx.ModelProto:
         raise RuntimeError("cannot do it")
 
     with pytest.raises(WriteError, match="cannot do it"):
-        storage.save(path, to_proto, model.sites(), external="safetensors")
+        storage.save(saved, to_proto, model.sites(), external="safetensors")
     assert files(tmp_path) == before
     assert [item for _, item in model.tensors()] == held
 
@@ -998,12 +992,10 @@ def run(code: str, *arguments: object, **options: Any) -> subprocess.Popen[str]:
 @pytest.mark.skipif(sys.platform == "win32", reason="needs limits on file sizes")
 @pytest.mark.parametrize("limit", [100, 1_000, 20_000, 50_000])
 @pytest.mark.parametrize("form", FORMS[1:])
-def test_files_that_cannot_grow(form: str, limit: int, tmp_path: Path) -> None:
+def test_files_that_cannot_grow(form: str, limit: int, saved: Path, tmp_path: Path) -> None:
     """The system refuses to write more, in the middle of a file."""
     import resource
 
-    path = tmp_path / "m.onnx"
-    Opened(everywhere()).save(path, external="data")
     before = files(tmp_path)
     model = Opened(everywhere())
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -1011,7 +1003,7 @@ def test_files_that_cannot_grow(form: str, limit: int, tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(WriteError, match="File too large") as raised:
-            model.save(path, external=form)
+            model.save(saved, external=form)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)

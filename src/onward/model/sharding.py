@@ -122,8 +122,7 @@ def read_sharding(model: Model, name: str | None = None) -> Sharding:
         raise UnsupportedError("the model has no device configuration", hint="add one: `onward plan MODEL -o FILE`")
     if name is None and len(configurations) > 1:
         raise UnsupportedError(
-            f"the model has {len(configurations)} device configurations",
-            hint=f"name one: {', '.join(configurations)}",
+            f"the model has {len(configurations)} device configurations", hint=f"name one: {', '.join(configurations)}"
         )
     chosen = next(iter(configurations)) if name is None else name
     if chosen not in configurations:

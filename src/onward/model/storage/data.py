@@ -16,15 +16,7 @@ import onnx_ir as ir
 from onward.model.storage.checksums import Range, Ranges
 from onward.model.storage.containers import SAFETENSORS_TYPES, safetensors_head
 from onward.model.storage.files import PAGE, Sink, announce, flush, is_repeated, listing, write_array
-from onward.model.storage.tensor_sites import (
-    HeldTensor,
-    TensorSite,
-    describe_tensor,
-    let_go,
-    nbytes,
-    outside,
-    range_of,
-)
+from onward.model.storage.tensor_sites import HeldTensor, TensorSite, describe_tensor, let_go, nbytes, outside, range_of
 from onward.model.storage.transaction import Transaction
 
 LARGE, ALIGNMENT = 2**20, 64  # large tensors begin on a page, so that each can be mapped separately

@@ -179,8 +179,7 @@ class HeldFile:
         info = os.fstat(self.file.fileno())
         if (info.st_size, info.st_mtime_ns) != (self._info.st_size, self._info.st_mtime_ns):
             raise ExternalDataError(
-                f"`{self.path}` has changed since the model was read: its numbers are lost",
-                hint="load the model again",
+                f"`{self.path}` has changed since the model was read: its numbers are lost", hint="load the model again"
             )
         return info
 
