@@ -111,7 +111,7 @@ def test_what_is_not_initialized_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         (("i () => (double[2] a) { a = Constant<value = double[2] {1, 2}>() }", {"w": "a"}), r"\[2\].*double"),
         (("i () => (float[n] a) <float[3] v = {1, 2, 3}> { a = Exp(v) }", {"w": "a"}), r"float\[2\].*float\[3\]"),
         (("i (float[2] x) => (float[2] a) { a = Exp(x) }", {"w": "a"}), "has inputs"),
-        (("i () => (float[2] a) { a = Constant<value = float[2] {1, 2}>() }", {"w": "b"}), "has no `b`"),
+        (("i () => (float[2] a) { a = Constant<value = float[2] {1, 2}>() }", {"w": "b"}), "has no value `b`"),
     ],
 )  # fmt: skip
 def test_refused(initialization: tuple[str, dict[str, str]] | None, message: str) -> None:

@@ -249,7 +249,7 @@ def test_a_sharding_that_cannot_be_is_refused() -> None:
     model = onward.load(chain_of_floats())
     for tensors, message in [
         ({"v": {0: ("shard",)}}, "no tensor `v`"),
-        ({"w": {2: ("shard",)}}, "no axis 2"),
+        ({"w": {2: ("shard",)}}, "axis 2 cannot be divided"),
         ({"w": {0: ("shard", "tensor")}}, "too short for 8 parts"),
         ({"w": {0: ("replica",)}}, "no axis `replica`"),
         ({"w": {0: ("shard",), 1: ("shard",)}}, "twice"),
