@@ -24,7 +24,6 @@ from onward.errors import ArgumentError, RecipeError, alternatives, suggest
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _MISSING = object()
-_SHOWN = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +37,9 @@ class Range:
     finite: bool = True
 
     def __contains__(self, number: float) -> bool:
-        inside = (
-            self.least <= number <= self.most and number > self.above and (number < self.below or number == math.inf)
-        )
-        return inside and (math.isfinite(number) or not self.finite)
+        # Infinity is below no bound, but it is allowed with `finite=False`.
+        is_inside = self.least <= number <= self.most and self.above < number and not self.below <= number < math.inf
+        return is_inside and (math.isfinite(number) or not self.finite)
 
     def __str__(self) -> str:
         bounds = {"at least": self.least, "more than": self.above, "at most": self.most, "less than": self.below}
@@ -95,16 +93,15 @@ def coerce(what: str, value: Any, hint: Any) -> Any:
     Raises:
         ArgumentError: if the value is of none of its types.
     """
-    kinds = sorted(kinds_of(hint), key=lambda kind: get_origin(kind[0]) in (Sequence, Iterable))  # a string stays one
-    for kind, bounds in kinds:
-        result = _as(value, kind)
-        if result is _MISSING:
-            continue
-        if isinstance(result, int | float) and not isinstance(result, bool) and kind in (int, float):
-            (bounds or Range()).check(what, result)
-        return result
-    expected = alternatives([_word(kind, bounds) for kind, bounds in kinds if kind is not type(None)])
-    raise ArgumentError(f"{what} is {_show(value)}, but must be {expected}", hint=_hint_for(value, kinds))
+    # Lists last: a string that may be a string stays one.
+    types = sorted(types_of(hint), key=lambda row: get_origin(row[0]) in (Sequence, Iterable))
+    for cls, bounds in types:
+        if (result := _as(value, cls)) is not _MISSING:
+            if cls in (int, float):
+                (bounds or Range()).check(what, result)
+            return result
+    expected = alternatives([_word(cls, bounds) for cls, bounds in types if cls is not type(None)])
+    raise ArgumentError(f"{what} is {_show(value)}, but must be {expected}", hint=_hint_for(value, types))
 
 
 def is_empty(value: Any) -> bool:
@@ -114,7 +111,7 @@ def is_empty(value: Any) -> bool:
 
 def from_text(text: str, hint: Any) -> Any:
     """Convert typed text to a number if the hint allows one; otherwise return the text."""
-    types = [cls for cls, _ in kinds_of(hint)]
+    types = [cls for cls, _ in types_of(hint)]
     for cls in (int, float):
         with contextlib.suppress(ValueError):
             if cls in types:
@@ -161,9 +158,9 @@ def _binding_error(
 ) -> ArgumentError:
     """Return the error for an argument that is missing, duplicate or superfluous."""
     parameters = list(signature.parameters.values())
-    plain = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    plain = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(plain):
-        named = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in kwargs]
+        named = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in kwargs]
         hint = f"pass the others by name, such as `{named[0]}=...`" if named else f"arguments: {', '.join(plain)}"
         return ArgumentError(f"`{name}` takes {len(plain)} positional arguments, not {len(args)}", hint=hint)
     if twice := [argument for argument in plain[: len(args)] if argument in kwargs]:
@@ -181,97 +178,90 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return get_type_hints(function, include_extras=True)
 
 
-def kinds_of(hint: Any, bounds: Range | None = None) -> Iterator[tuple[Any, Range | None]]:
+def types_of(hint: Any, bounds: Range | None = None) -> Iterator[tuple[Any, Range | None]]:
     """Yield the types that a hint allows, with the range of numbers."""
     if hint in OPENED:
         yield Any, None
-        yield from ((kind, None) for kind in get_args(hint) if kind is float)
+        yield from ((cls, None) for cls in get_args(hint) if cls is float)
     elif get_origin(hint) is Annotated:
         inner, *notes = get_args(hint)
-        yield from kinds_of(inner, next((note for note in notes if isinstance(note, Range)), bounds))
+        yield from types_of(inner, next((note for note in notes if isinstance(note, Range)), bounds))
     elif get_origin(hint) in (Union, UnionType):
         for option in get_args(hint):
-            yield from kinds_of(option, bounds)
+            yield from types_of(option, bounds)
     else:
         yield hint, bounds
 
 
-def _as(value: Any, kind: Any) -> Any:
+def _as(value: Any, cls: Any) -> Any:
     """Return the value as that type, or `_MISSING`."""
-    origin = get_origin(kind) or kind
-    if kind is Any:
-        return value
-    if kind is int:
-        whole = not isinstance(value, bool) and isinstance(value, numbers.Integral)
-        return operator.index(value) if whole else _MISSING
-    if kind is float:
-        real = not isinstance(value, bool) and isinstance(value, numbers.Real)
-        return (value if isinstance(value, int | float) else float(value)) if real else _MISSING
-    if kind is bool:
-        return bool(value) if isinstance(value, bool) or type(value).__name__ == "bool" else _MISSING
-    if origin is Literal:
-        return value if isinstance(value, Hashable) and value in get_args(kind) else _MISSING
+    origin, inner = get_origin(cls) or cls, get_args(cls)
+    if cls is int:
+        is_right = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        return operator.index(value) if is_right else _MISSING
+    if cls is float:
+        is_right = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        return (value if isinstance(value, int | float) else float(value)) if is_right else _MISSING
+    if cls is bool:  # numpy's, too
+        return bool(value) if type(value).__name__ == "bool" else _MISSING
     if origin in (Sequence, Iterable):
-        return _as_list(value, *get_args(kind))
-    if origin is Mapping:
-        return _as_mapping(value, *get_args(kind))
-    if origin is tuple and get_args(kind)[1:] == (...,):
-        return value if isinstance(value, tuple) and _as_list(value, get_args(kind)[0]) is not _MISSING else _MISSING
-    if isinstance(origin, type):
-        return value if isinstance(value, origin) else _MISSING
-    return value  # no other hint is checked
+        return _as_list(value, *inner)
+    if origin is Literal:
+        is_right = isinstance(value, Hashable) and value in inner
+    elif origin is Mapping:
+        key, item = inner or (Any, Any)
+        is_right = isinstance(value, Mapping) and all(_fits(k, key) and _fits(v, item) for k, v in value.items())
+    elif origin is tuple and inner[1:] == (...,):
+        is_right = isinstance(value, tuple) and all(_fits(element, inner[0]) for element in value)
+    else:  # no other hint is checked
+        is_right = cls is Any or not isinstance(origin, type) or isinstance(value, origin)
+    return value if is_right else _MISSING
 
 
 def _as_list(value: Any, item: Any = Any) -> Any:
     if isinstance(value, str):
-        return [value] if item is not Any and _fit(value, item) is not _MISSING else _MISSING
+        return [value] if item is not Any and _fits(value, item) else _MISSING
     if isinstance(value, bytes | Mapping) or not isinstance(value, Iterable):
         return _MISSING
     items = value if isinstance(value, Sequence) else list(value)
-    return _MISSING if any(_fit(element, item) is _MISSING for element in items) else items
+    return items if all(_fits(element, item) for element in items) else _MISSING
 
 
-def _as_mapping(value: Any, key: Any = Any, item: Any = Any) -> Any:
-    if not isinstance(value, Mapping):
-        return _MISSING
-    fits = all(_fit(k, key) is not _MISSING and _fit(v, item) is not _MISSING for k, v in value.items())
-    return value if fits else _MISSING
-
-
-def _fit(value: Any, hint: Any) -> Any:
-    return next((result for kind, _ in kinds_of(hint) if (result := _as(value, kind)) is not _MISSING), _MISSING)
+def _fits(value: Any, hint: Any) -> bool:
+    return any(_as(value, cls) is not _MISSING for cls, _ in types_of(hint))
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def _word(kind: Any, bounds: Range | None) -> str:
-    origin = get_origin(kind) or kind
-    if kind in (int, float):
-        return f"{'an integer' if kind is int else 'a number'}{f', {bounds}' if bounds else ''}"
+_WORDS = {str: "a string", bool: "`True` or `False`", os.PathLike: "a path", Mapping: "a mapping", bytes: "bytes"}
+
+
+def _word(cls: Any, bounds: Range | None) -> str:
+    origin = get_origin(cls) or cls
+    if cls in (int, float):
+        return f"{'an integer' if cls is int else 'a number'}{f', {bounds}' if bounds else ''}"
     if origin is Literal:
-        return alternatives([f"`{choice}`" for choice in get_args(kind)])
-    words = {str: "a string", bool: "`True` or `False`", os.PathLike: "a path", Mapping: "a mapping", bytes: "bytes"}
+        return alternatives([f"`{choice}`" for choice in get_args(cls)])
     if origin in (Sequence, Iterable):
-        return "a list of strings" if get_args(kind) == (str,) else "a list"
-    return words.get(origin) or f"a `{getattr(origin, '__name__', origin)}`"
+        return "a list of strings" if get_args(cls) == (str,) else "a list"
+    return _WORDS.get(origin) or f"a `{getattr(origin, '__name__', origin)}`"
 
 
 def _show(value: Any) -> str:
     text = repr(value)
     simple = value is None or isinstance(value, str | int | float | list | tuple | dict)
-    return f"`{text}`" if simple and len(text) <= _SHOWN else f"a `{type(value).__name__}`"
+    return f"`{text}`" if simple and len(text) <= 60 else f"a `{type(value).__name__}`"
 
 
-def _hint_for(value: Any, kinds: Sequence[tuple[Any, Range | None]]) -> str | None:
+def _hint_for(value: Any, types: Sequence[tuple[Any, Range | None]]) -> str | None:
     if value is None:
         return "leave it out"
     if isinstance(value, str):
-        for kind, _ in kinds:
-            choices = get_args(kind) if get_origin(kind) is Literal else ()
-            if choices and (hint := suggest(value, [str(choice) for choice in choices])):
+        for cls, _ in types:
+            if get_origin(cls) is Literal and (hint := suggest(value, [str(choice) for choice in get_args(cls)])):
                 return hint
-        if any(kind in (int, float) for kind, _ in kinds):
+        if any(cls in (int, float) for cls, _ in types):
             return "pass a number, without quotes"
     if any(callable(item) for item in (value if isinstance(value, list | tuple) else [value])):
         return "pass a name, not a function"

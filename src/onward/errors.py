@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -14,11 +15,9 @@ _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
 class Error(Exception):
-    """Base class of all errors that a user can cause. `error.message` is the fact, `error.hint`
-    what to do.
+    """Base class of errors that a user can cause: `message` is the fact, `hint` what to do.
 
-    `str(error)`, and so a traceback, shows the message, then `hint: ...` on its own line.
-    Unprintable characters that they quote from files are escaped.
+    `str(error)` has the hint on its own line. Unprintable characters are escaped: both quote files.
     """
 
     def __init__(self, message: str, *, hint: str | None = None):
@@ -96,8 +95,8 @@ MEMORY_HINT = "close other programs, or raise the limit (`ulimit -v`, or that of
 
 def lacks_memory(error: BaseException) -> bool:
     """True if the error means that memory ran out."""
-    signs = ("cannot allocate memory", "failed to map segment")
-    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
+    message = re.compile("cannot allocate memory|failed to map segment", re.IGNORECASE)
+    return isinstance(error, MemoryError) or message.search(str(error)) is not None
 
 
 @contextlib.contextmanager
@@ -115,11 +114,7 @@ def needing_memory(purpose: str) -> Iterator[None]:
 
 
 def safe(text: str) -> str:
-    """Return text with unprintable characters escaped, such as those that move a cursor or change
-    colors.
-    """
-    if text.isprintable():
-        return text
+    """Return text with unprintable characters escaped, such as those that move a cursor."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -171,27 +166,25 @@ _SYNONYMS = {
     "fp16": "float16",
 }
 """Names in other tools -> names in Onward."""
-_CLEAR = 0.8
 
 
 def suggest(name: str, names: Iterable[str], *, most: int = 3, likeness: float = 0.5) -> str | None:
     """Return a hint with the names that the user may have meant, or None."""
-    lower = {_plain(other): other for other in names}
-    word = _plain(str(name))
-    synonym = _SYNONYMS.get(word)
-    clear, vague = (difflib.get_close_matches(word, list(lower), most, least) for least in (_CLEAR, likeness))
-    matches = [synonym] if synonym in lower else clear or vague
-    return f"did you mean {' or '.join(f'`{lower[match]}`' for match in matches)}?" if matches else None
 
+    def plain(name: str) -> str:  # `learning_rate` for `--Learning-Rate`
+        return name.lstrip("-").lower().replace("-", "_")
 
-def _plain(name: str) -> str:
-    """Return a name in the form that is compared: `learning_rate` for `--Learning-Rate`."""
-    return name.lstrip("-").lower().replace("-", "_")
+    by_plain_name = {plain(other): other for other in names}
+    word = plain(str(name))
+    if (synonym := _SYNONYMS.get(word)) in by_plain_name:
+        matches = [synonym]
+    else:  # if some names are much alike, only these
+        close = (difflib.get_close_matches(word, list(by_plain_name), most, least) for least in (0.8, likeness))
+        matches = next(filter(None, close), [])
+    return f"did you mean {' or '.join(f'`{by_plain_name[match]}`' for match in matches)}?" if matches else None
 
 
 def suggest_or_list(name: str, candidates: Iterable[str], *, most: int = 6) -> str:
-    """Return a hint with the names that the user may have meant, or with the first names that
-    exist.
-    """
+    """Return a hint with names that the user may have meant, or with the first existing names."""
     names = list(candidates)
     return suggest(name, names) or (f"there are {list_names(names, most)}" if names else "there are none")

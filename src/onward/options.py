@@ -1,7 +1,7 @@
-"""The options of a recipe and of a run, each declared once: type, range, default and help text.
+"""Options of a recipe and of a run, each declared once: type, range, default and help text.
 
-Arguments of `onward.prepare` and `onward.train`, their documentation, the options of the command line and the keys of
-configuration files are generated from these fields. To add an option, add a field here and the code that uses it.
+From these fields come the arguments of `onward.prepare` and `onward.train` and their documentation,
+the options of the command line and the keys of configuration files.
 """
 
 # ruff: noqa: RUF009
@@ -22,11 +22,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _T = TypeVar("_T")
 
-_DATA, _PREPROCESSING, _LOSS, _PARAMETERS = "Data", "Preprocessing", "Loss and optimizer", "Trainable parameters"
-_INITIAL, _RUN, ENGINE = "Initial values", "Run", "Engine"
-_CLUSTER, _PAGE, _WHOLE = "Cluster", "Page", "The part `run`"
-MISSING = "Missing from the checkpoint"
-_PANELS = (_CLUSTER, _PAGE, _DATA, _PREPROCESSING, _LOSS, _PARAMETERS, _INITIAL, _RUN, ENGINE, _WHOLE, MISSING)
+_PANELS = (
+    "Cluster", "Page", "Data", "Preprocessing", "Loss and optimizer", "Trainable parameters", "Initial values", "Run",
+    "Engine", "The part `run`", "Missing from the checkpoint",
+)  # fmt: skip
+"""Headings in their order."""
+ENGINE, _WHOLE, MISSING = _PANELS[-3:]
 
 
 class Proto(Protocol):
@@ -101,8 +102,9 @@ class Option:
     @property
     def help(self) -> str:
         """Help text with the default."""
-        default = "on" if self.default is True else f"`{_word(self.default)}`" if self.default else None
-        return self.text + (f" (default: {default})" if default else "")
+        word = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        default = "on" if self.default is True else f"`{word}`"
+        return f"{self.text} (default: {default})" if self.default else self.text
 
     @property
     def sentence(self) -> str:
@@ -112,56 +114,34 @@ class Option:
     def line(self) -> str:
         """Line in the docstring of a function."""
         text = f"{self.text}; {self.also}" if self.also else self.text
-        return f"- `{self.name}`: {text}" + (
-            "" if self.default in (None, False, (), {}) else f" (default: {self.default})"
-        )
+        default = "" if self.default in (None, False, (), {}) else f" (default: {self.default})"
+        return f"- `{self.name}`: {text}{default}"
 
 
-def _word(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _option(
-    default: Any,
-    metavar: str | None,
-    text: str,
-    *,
-    flags: str = "",
-    repeated: bool = False,
-    also: str = "",
-    formerly: str = "",
-    panel: str,
-) -> Any:
-    facts = {"panel": panel, "metavar": metavar, "text": text, "flags": flags, "repeated": repeated, "also": also}
-    facts["formerly"] = formerly
+def _option(default: Any, metavar: str | None, text: str, **facts: Any) -> Any:
+    """Declare a field with the facts of its `Option`; `flags` and `formerly` have spaces between names."""
+    facts = {"metavar": metavar, "text": text, "flags": "", "repeated": False, "also": "", "formerly": "", **facts}
     if isinstance(default, Mapping):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=facts)
     return dataclasses.field(default=default, metadata=facts)
 
 
-_data = functools.partial(_option, panel=_DATA)
-_preprocess = functools.partial(_option, panel=_PREPROCESSING)
-_loss = functools.partial(_option, panel=_LOSS)
-_parameters = functools.partial(_option, panel=_PARAMETERS)
-_initial = functools.partial(_option, panel=_INITIAL)
-_run = functools.partial(_option, panel=_RUN)
-_engine = functools.partial(_option, panel=ENGINE)
-_cluster = functools.partial(_option, panel=_CLUSTER)
-_page = functools.partial(_option, panel=_PAGE)
-_whole = functools.partial(_option, panel=_WHOLE)
+_cluster, _page, _data, _preprocess, _loss, _parameters, _initial, _run, _engine, _whole, _ = (
+    functools.partial(_option, panel=panel) for panel in _PANELS
+)
 
 
-def redeclare(kind: type, name: str, *, default: Any = dataclasses.MISSING, **metadata: str) -> Any:
+def redeclare(cls: type, name: str, *, default: Any = dataclasses.MISSING, **metadata: str) -> Any:
     """Declare an option of another class again, with another default or other metadata."""
-    (declared,) = (field for field in dataclasses.fields(kind) if field.name == name)
+    (declared,) = (field for field in dataclasses.fields(cls) if field.name == name)
     default = declared.default if default is dataclasses.MISSING else default
     return dataclasses.field(default=default, metadata={**declared.metadata, **metadata})
 
 
-def options_of(kind: type) -> Iterator[Option]:
+def options_of(cls: type) -> Iterator[Option]:
     """Yield the options among the fields of a dataclass, panel by panel."""
-    hints = get_type_hints(kind, include_extras=True)
-    declared = [field for field in dataclasses.fields(kind) if field.metadata]
+    hints = field_types(cls)
+    declared = [field for field in dataclasses.fields(cls) if field.metadata]
     for field in sorted(declared, key=lambda field: _PANELS.index(field.metadata["panel"])):
         flags = field.metadata["flags"] or f"--{field.name.replace('_', '-')}"
         default = {} if field.default is dataclasses.MISSING else field.default
@@ -173,8 +153,8 @@ class Fields:
     """A dataclass of options: checks them when it is created, shows those that differ from their defaults."""
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, hint in field_types(kind).items():
+        cls: Any = type(self)
+        for name, hint in field_types(cls).items():
             object.__setattr__(self, name, coerce(f"`{name}`", getattr(self, name), hint))
 
     def changed(self) -> dict[str, Any]:
@@ -186,17 +166,17 @@ class Fields:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"
 
 
-def documented(kind: type[_T]) -> type[_T]:
+def documented(cls: type[_T]) -> type[_T]:
     """Add the help of its options to the docstring of a dataclass."""
-    kind.__doc__ = "\n\n".join([inspect.cleandoc(kind.__doc__ or ""), *_sections(options_of(kind))])
-    return kind
+    cls.__doc__ = "\n\n".join([inspect.cleandoc(cls.__doc__ or ""), *_sections(options_of(cls))])
+    return cls
 
 
 @functools.cache
-def field_types(kind: Any) -> dict[str, Any]:
+def field_types(cls: Any) -> dict[str, Any]:
     """Return the types of the fields of a dataclass."""
-    hints = get_type_hints(kind, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def _differs(value: Any, field: dataclasses.Field[Any]) -> bool:
@@ -205,29 +185,24 @@ def _differs(value: Any, field: dataclasses.Field[Any]) -> bool:
     return value is not default and not (type(value) in (str, bool, int, float, tuple, dict) and value == default)
 
 
-def former_names(kind: type) -> dict[str, str]:
+def former_names(cls: type) -> dict[str, str]:
     """Return the deprecated names and flags of options, with their current ones."""
-    return {
-        old: option.flags[0] if old.startswith("--") else option.name
-        for option in options_of(kind)
-        for old in option.formerly
-    }
+    pairs = ((option, old) for option in options_of(cls) for old in option.formerly)
+    return {old: option.flags[0] if old.startswith("--") else option.name for option, old in pairs}
 
 
-def with_options(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
-    """Give a function the fields of a dataclass as arguments, for callers, type checkers and
-    editors.
+def with_options(cls: Callable[_P, Any], **formerly: str) -> Callable[[Callable[..., _R]], Callable[_P, _R]]:
+    """Give a function the fields of a dataclass as arguments, also for type checkers and editors.
 
-    Names, types and ranges are checked; the function gets the arguments that were passed. Its
+    Names, types and ranges are checked; the function gets only the arguments that were passed. Its
     docstring gets a line for each option. `formerly` maps former names of arguments that are not
     options to current ones, until the next release.
     """
 
     def decorate(function: Callable[..., _R]) -> Callable[_P, _R]:
-        assert isinstance(kind, type)
-        signature = inspect.signature(kind)
-        hints = get_type_hints(kind, include_extras=True)
-        renamed = former_names(kind) | formerly
+        assert isinstance(cls, type)
+        signature, hints = inspect.signature(cls), field_types(cls)
+        renamed = former_names(cls) | formerly
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -237,7 +212,7 @@ def with_options(kind: Callable[_P, Any], **formerly: str) -> Callable[[Callable
         call.__dict__["is_checked"] = True
         call.__dict__["__signature__"] = signature.replace(return_annotation=function.__annotations__["return"])
         text, _, examples = inspect.cleandoc(function.__doc__ or "").partition("\nExamples:\n")
-        sections = [text.rstrip(), *_sections(options_of(kind)), *([f"Examples:\n{examples}"] if examples else [])]
+        sections = [text.rstrip(), *_sections(options_of(cls)), *([f"Examples:\n{examples}"] if examples else [])]
         call.__doc__ = "\n\n".join(sections)
         return call
 
@@ -427,11 +402,7 @@ class DataOptions:
     last: Last = _data("keep", "HOW", "last batch, if incomplete: `keep`, `drop` or `pad`")
     shuffle: bool = _data(True, None, "shuffle the data every epoch")
     classes: Sequence[str] | None = _data(
-        None,
-        "NAME",
-        "class names in label order (default: taken from the data)",
-        flags="--class",
-        repeated=True,
+        None, "NAME", "class names in label order (default: taken from the data)", flags="--class", repeated=True
     )
     seed: Seed | None = _initial(
         None,
@@ -509,15 +480,10 @@ class TrainConfig(Fields, ValidationOptions, FeedOptions):
         also="a mapping or a list",
     )
     updates: Annotated[int, Range(least=0)] | None = _run(
-        None,
-        "N",
-        "number of updates that a checkpoint has made, if it does not store it",
-        formerly="step --step",
+        None, "N", "number of updates that a checkpoint has made, if it does not store it", formerly="step --step"
     )
     updates_per_epoch: Count | None = _run(
-        None,
-        "N",
-        "updates per step of a checkpoint's scheduler: those of an epoch, or 1 if it steps with every update",
+        None, "N", "updates per step of a checkpoint's scheduler: those of an epoch, or 1 if it steps with every update"
     )
     folds: Annotated[int, Range(least=2)] | None = _data(
         None,
@@ -566,11 +532,7 @@ class TrainConfig(Fields, ValidationOptions, FeedOptions):
         "DeepSpeed configuration file, such as `ds.json`; missing and `auto` values are taken from the training model",
         also="a mapping",
     )
-    sync_batch_norm: bool = _engine(
-        True,
-        None,
-        "synchronize BatchNormalization statistics over all processes",
-    )
+    sync_batch_norm: bool = _engine(True, None, "synchronize BatchNormalization statistics over all processes")
     mesh: str | None = _engine(
         None,
         "AXES",
@@ -585,9 +547,7 @@ class TrainConfig(Fields, ValidationOptions, FeedOptions):
         repeated=True,
     )
     micro_batches: Count | None = _engine(
-        None,
-        "N",
-        "micro-batches per batch in a pipeline (default: four per process)",
+        None, "N", "micro-batches per batch in a pipeline (default: four per process)"
     )
     run: str | os.PathLike[str] | None = _run(None, "FOLDER", "run folder (default: a new folder in `runs/`)")
 
@@ -627,10 +587,7 @@ class WholeRunOptions:
     """Options of entire training as one ONNX model. Its other settings are inputs of that model."""
 
     batch_size: BatchSize | None = redeclare(
-        TrainConfig,
-        "batch_size",
-        panel=_WHOLE,
-        text="batch size (default: the model's fixed batch size, or 32)",
+        TrainConfig, "batch_size", panel=_WHOLE, text="batch size (default: the model's fixed batch size, or 32)"
     )
     last: Last = redeclare(TrainConfig, "last", panel=_WHOLE)
     shuffle: bool = redeclare(TrainConfig, "shuffle", panel=_WHOLE)

@@ -37,8 +37,7 @@ def element_of(sequence: ir.Value) -> ir.Value:
 def result_type(node: ir.Node) -> ir.TypeProtocol | None:
     """Return the result type of an operator on sequences or Optional; None for other nodes."""
     rule = _RESULT_TYPES.get(node.op_type) if is_standard(node) else None
-    first = node.inputs[0] if rule is not None and node.inputs else None
-    if rule is None or first is None or first.type is None:
+    if rule is None or not node.inputs or (first := node.inputs[0]) is None or first.type is None:
         return None
     return rule(first.type)
 
@@ -66,49 +65,17 @@ _RESULT_TYPES: dict[str, Callable[[ir.TypeProtocol], ir.TypeProtocol]] = {
 # ---- shapes of results -----------------------------------------------------------------------------------------------
 
 
-# Shapes of what a builder adds, as far as they follow from the operator's inputs without running
-# anything.
-#
-# Dimensions may be symbols: two that are the same symbol are equal. Where nothing certain can be
-# said, there is no shape.
-
 Dims = tuple[int | ir.SymbolicDim, ...]
-
-_BROADCAST = {
-    "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual",
-    "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
-}  # fmt: skip
-
-_SAME = {
-    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "CastLike", "Ceil", "Celu", "Clip",
-    "Cos", "Cosh", "CumSum", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Identity", "IsInf",
-    "IsNaN", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "ScatterElements",
-    "ScatterND", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt", "Tan",
-    "Tanh", "ThresholdedRelu", "Trilu",
-}  # fmt: skip
-
-_REDUCE = {
-    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
-    "ReduceSum", "ReduceSumSquare",
-}  # fmt: skip
+"""Dimensions of a shape. Two that are the same symbol are equal."""
 
 
 def output_shape(node: ir.Node, index: int = 0) -> ir.Shape | None:
     """Return the shape of a node's first output, or of any output of Split; None if unknown."""
-    if not is_standard(node):
+    rule = _SHAPES.get(node.op_type) if is_standard(node) else None
+    if rule is None or (index > 0 and node.op_type != "Split"):
         return None
-    if node.op_type == "Split":
-        return _copy(_split(node, index))
-    if index > 0:
-        return None
-    if node.op_type in _SAME:
-        return _copy(dims(node.inputs[0]))
-    if node.op_type in _BROADCAST:
-        return _copy(broadcast([dims(value) for value in node.inputs]))
-    if node.op_type in _REDUCE:
-        return _copy(_reduce_shape(node))
-    special = _SPECIAL.get(node.op_type)
-    return _copy(special(node)) if special else None
+    shape = _split(node, index) if node.op_type == "Split" else rule(node)
+    return None if shape is None else ir.Shape(shape)
 
 
 def dims(value: ir.Value | None) -> Dims | None:
@@ -135,11 +102,7 @@ def broadcast(shapes: Sequence[Dims | None]) -> Dims | None:
     return tuple(result)
 
 
-def _copy(shape: Dims | None) -> ir.Shape | None:
-    return None if shape is None else ir.Shape(shape)
-
-
-def _reduce_shape(node: ir.Node) -> Dims | None:
+def _reduced(node: ir.Node) -> Dims | None:
     shape = dims(node.inputs[0])
     keep = node.attributes.get_int("keepdims", 1)
     axes_input = node.inputs[1] if len(node.inputs) > 1 else None
@@ -201,7 +164,7 @@ def _squeeze(node: ir.Node) -> Dims | None:
     return tuple(d for i, d in enumerate(shape) if i not in gone)
 
 
-def _split(node: ir.Node, index: int) -> Dims | None:
+def _split(node: ir.Node, index: int = 0) -> Dims | None:
     shape, sizes = dims(node.inputs[0]), constant_ints(node.inputs[1] if len(node.inputs) > 1 else None)
     if shape is None:
         return None
@@ -228,14 +191,34 @@ def _shape(node: ir.Node) -> Dims | None:
     return None if shape is None or node.attributes else (len(shape),)
 
 
-_SPECIAL: dict[str, Callable[[ir.Node], Dims | None]] = {
+_SAME = (
+    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "CastLike", "Ceil", "Celu", "Clip",
+    "Cos", "Cosh", "CumSum", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Identity", "IsInf",
+    "IsNaN", "LeakyRelu", "Log", "LogSoftmax", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "ScatterElements",
+    "ScatterND", "Selu", "Shrink", "Sigmoid", "Sign", "Sin", "Sinh", "Softmax", "Softplus", "Softsign", "Sqrt", "Tan",
+    "Tanh", "ThresholdedRelu", "Trilu",
+)  # fmt: skip
+_BROADCAST = (
+    "Add", "And", "BitShift", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual",
+    "Less", "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "PRelu", "Pow", "Sub", "Sum", "Where", "Xor",
+)  # fmt: skip
+_REDUCE = (
+    "ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd",
+    "ReduceSum", "ReduceSumSquare",
+)  # fmt: skip
+_SHAPES: dict[str, Callable[[ir.Node], Dims | None]] = {
+    **dict.fromkeys(_SAME, lambda node: dims(node.inputs[0])),
+    **dict.fromkeys(_BROADCAST, lambda node: broadcast([dims(value) for value in node.inputs])),
+    **dict.fromkeys(_REDUCE, _reduced),
     "Constant": _constant,
     "Gemm": _gemm,
     "MatMul": _matmul,
     "Reshape": _reshape,
     "Shape": _shape,
     "Size": lambda node: (),
+    "Split": _split,
     "Squeeze": _squeeze,
     "Transpose": _transpose,
     "Unsqueeze": _unsqueeze,
 }
+"""Rules, which return None where they are not certain."""

@@ -78,7 +78,7 @@ def test_a_loop_computes_what_its_lines_did() -> None:
 
 def test_blocks_are_found_by_structure() -> None:
     parts = cut_into_parts(load(layers_without_names(4, odd=2)))
-    assert [part.kind for part in parts] == [None, 0, 0, 1, 0, None]
+    assert [part.pattern for part in parts] == [None, 0, 0, 1, 0, None]
     assert [len(part.nodes) for part in parts] == [1, 6, 6, 6, 6, 1]
     for before, part in itertools.pairwise(parts):
         assert part.inputs == before.outputs

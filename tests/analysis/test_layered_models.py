@@ -72,7 +72,7 @@ def test_blocks_are_layers(name: str, exporter: str, named: bool) -> None:
     assert len(blocks) == FAMILIES[name].layers
     sizes: dict[object, list[list[int]]] = {}
     for block in blocks:
-        sizes.setdefault(block.kind, []).append([list(value.shape or ()) for value in block.parameters])
+        sizes.setdefault(block.pattern, []).append([list(value.shape or ()) for value in block.parameters])
     assert all(parameters == kind[0] for kind in sizes.values() for parameters in kind)  # they are aligned
     if name not in CNNS and exporter == "dynamo":
         assert len(sizes) <= 4

@@ -1,7 +1,7 @@
 """Repeated blocks of a graph, such as the layers of a transformer or the stages of a ResNet.
 
 A graph is cut into consecutive parts, some of which are blocks. Blocks are recognized by their
-operators; numbers in the names of parameters help (see spans.py). Blocks of one kind compute the
+operators; numbers in the names of parameters help (see spans.py). Blocks of one pattern compute the
 same from other parameters: node by node, parameter by parameter.
 """
 
@@ -28,13 +28,13 @@ _LARGE = 4096
 _ACTIVATIONS = {"Clip", "Elu", "Gelu", "HardSigmoid", "HardSwish", "Relu", "Sigmoid", "Swish", "Tanh"}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Part:
     """Nodes that can be computed together, after those of the parts before it."""
 
     name: str
     """The common prefix of the names of its parameters, such as `encoder.layer.3`; may be empty."""
-    kind: int | None
+    pattern: int | None
     """Equal for blocks that compute the same; None between blocks."""
     nodes: list[ir.Node]
     initializers: list[ir.Value]
@@ -49,7 +49,7 @@ class Part:
 
 def find_blocks(model: Model) -> list[Part]:
     """Return the repeated blocks of an inference graph, in order; empty if it repeats nothing."""
-    return [part for part in cut_into_parts(model) if part.kind is not None]
+    return [block for block in cut_into_parts(model) if block.pattern is not None]
 
 
 def cut_into_parts(model: Model, parameters: Iterable[str] | None = None) -> list[Part]:
@@ -67,13 +67,14 @@ def cut_into_parts(model: Model, parameters: Iterable[str] | None = None) -> lis
     for node in model.graph:
         nodes[part_indices[node]].append(node)
     readers = _readers(model.graph, part_indices)
-    kinds: dict[Hashable, int] = {}
+    patterns: dict[Hashable, int] = {}
     parts = []
     for index, part_nodes in enumerate(nodes):
         if part_nodes:
-            part = _part(part_nodes, index, readers, names)
-            kind = kinds.setdefault(_signature(part), len(kinds)) if index % 2 else None
-            parts.append(dataclasses.replace(part, kind=kind))
+            subgraph = _part(part_nodes, index, readers, names)
+            if index % 2:
+                subgraph.pattern = patterns.setdefault(_signature(subgraph), len(patterns))
+            parts.append(subgraph)
     return parts
 
 
@@ -88,13 +89,11 @@ class _Trunk:
         self._paths: list[str] = []
         self._computed: set[ir.Value] = set()
         from_inputs = set(graph.inputs) - set(graph.initializers.values())
-        first_parameters: dict[ir.Value, str] = {}
-        """Value computed from parameters alone -> the name of the first."""
+        paths = {value: value.name or "" for value in graph.initializers.values() if value.name in parameters}
+        """Parameters, and values computed from them alone -> the name of the first parameter."""
         for node in graph:
             inputs = list(read_by(node))[: 1 if node.op_type in _HANDS_ON else None]
-            path = next(
-                (parameter for value in inputs if (parameter := _path(value, parameters, first_parameters))), ""
-            )
+            path = next((paths[value] for value in inputs if value in paths), "")
             reads_trunk = any(value in self._computed for value in inputs)
             reads_inputs = reads_trunk or any(value in from_inputs for value in inputs)
             if node.op_type in _SIZES:
@@ -109,17 +108,17 @@ class _Trunk:
             elif reads_inputs:
                 from_inputs.update(node.outputs)
             elif path:
-                first_parameters.update(dict.fromkeys(node.outputs, path))
+                paths.update(dict.fromkeys(node.outputs, path))
 
     def row(self) -> OperatorRow:
-        places = {node: i for i, node in enumerate(self.nodes)}
+        indices = {node: i for i, node in enumerate(self.nodes)}
         words = [_word(node, path) for node, path in zip(self.nodes, self._paths, strict=True)]
         readers = Counter(self._paths)
         last_reader: dict[ir.Node, int] = {}
         for at, node in enumerate(self.nodes):
             for value in read_by(node):
                 source = source_of(value, _HANDS_ON)
-                if source in self._computed and (producer := source.producer()) in places and producer is not None:
+                if source in self._computed and (producer := source.producer()) in indices and producer is not None:
                     last_reader[producer] = at
         sizes = [tuple(_size(value) for value in read_by(node)) for node in self.nodes]
         return OperatorRow(
@@ -127,12 +126,8 @@ class _Trunk:
             details=list(zip(words, sizes, strict=True)),
             reads_parameters=list(map(bool, self._paths)),
             paths=[path if readers[path] == 1 else "" for path in self._paths],
-            lives=[(places[node], at) for node, at in last_reader.items()],
+            lives=[(indices[node], at) for node, at in last_reader.items()],
         )
-
-
-def _path(value: ir.Value, parameters: set[str], first_parameters: dict[ir.Value, str]) -> str:
-    return value.name or "" if value.name in parameters else first_parameters.get(value, "")
 
 
 def _size(value: ir.Value) -> Hashable:
@@ -154,12 +149,10 @@ def _word(node: ir.Node, path: str) -> Hashable:
 
 
 def _part_indices(graph: ir.Graph, trunk: _Trunk, spans: Sequence[Span]) -> dict[ir.Node, int]:
-    """Return the index of the part of each node: odd for blocks, even before, between and after
-    them.
+    """Return the index of the part of each node: odd for blocks, even for the other parts.
 
-    A node beside the trunk is computed in the part that reads it, or in the earliest possible part
-    if several do. An Identity or Cast that is the only reader of a value belongs to the part of
-    that value.
+    A node beside the trunk belongs to the part that reads it, or to the earliest possible part if
+    several do. An Identity or Cast that is the only reader of a value belongs to that value's part.
     """
     fixed: dict[ir.Node, int] = {}
     starts = [*(start for start, _ in spans), len(trunk.nodes)]
@@ -207,7 +200,7 @@ def _part(nodes: list[ir.Node], index: int, readers: dict[ir.Value, set[int]], p
     parameters_read = [value for value in initializers if value.name in parameters]
     return Part(
         name=_common_name([value.name or "" for value in parameters_read]),
-        kind=None,
+        pattern=None,
         nodes=nodes,
         initializers=initializers,
         parameters=parameters_read,
@@ -291,25 +284,25 @@ class PartInterface:
 
 
 def models_of_parts(model: Model, parts: Iterable[Part], held: Collection[str]) -> list[tuple[PartInterface, Model]]:
-    """Return the interface and a model of each part; parts of one kind share a model.
+    """Return the interface and a model of each part; blocks of one pattern share a model.
 
     Initializers named in `held` are inputs of the models; the models contain the others.
     """
     models: dict[int, Model] = {}
     interfaces: list[tuple[PartInterface, Model]] = []
-    for part in parts:
-        sources = [*part.inputs, *part.initializers]
+    for subgraph in parts:
+        sources = [*subgraph.inputs, *subgraph.initializers]
         constants = [value for value in sources if value.is_initializer() and value.name not in held]
         inputs = [value for value in sources if value not in set(constants)]
-        outputs = [value for value in part.outputs if value.name]
-        inner = models.get(part.kind) if part.kind is not None else None
+        outputs = [value for value in subgraph.outputs if value.name]
+        inner = models.get(subgraph.pattern) if subgraph.pattern is not None else None
         if inner is None:
-            inner = _model_of_part(model, part, inputs, outputs, constants)
-        if part.kind is not None:
-            models[part.kind] = inner
-        own_parameters = [value.name or "" for value in part.initializers if value.name in held]
+            inner = _model_of_part(model, subgraph, inputs, outputs, constants)
+        if subgraph.pattern is not None:
+            models[subgraph.pattern] = inner
+        own_parameters = [value.name or "" for value in subgraph.initializers if value.name in held]
         names = [value.name or "" for value in inputs], [value.name or "" for value in outputs]
-        interfaces.append((PartInterface(part.name, part.kind is not None, *names, own_parameters), inner))
+        interfaces.append((PartInterface(subgraph.name, subgraph.pattern is not None, *names, own_parameters), inner))
     needed_later = {value.name or "" for value in model.outputs}
     for interface, _ in reversed(interfaces):
         interface.last.extend(

@@ -59,11 +59,15 @@ def _number_blocks(items: Sequence[Item]) -> dict[str, dict[int, int]]:
     first_items: dict[str, dict[int, int]] = {}
     for at, item in enumerate(items):
         for path in item.paths:
-            parts = path.split(".")
-            for i, part in enumerate(parts[:-1]):
-                if part.isdecimal():
-                    first_items.setdefault(".".join(parts[:i]), {}).setdefault(int(part), at)
+            words = path.split(".")
+            for i, word in enumerate(words[:-1]):
+                if word.isdecimal():
+                    first_items.setdefault(".".join(words[:i]), {}).setdefault(int(word), at)
     return dict(sorted(first_items.items(), key=lambda pair: pair[0].count(".")))
+
+
+_Slots = dict[Any, tuple[int, int]]
+"""Carried value of the first block -> index of the item in a block, and of the output, that replaces it."""
 
 
 class _Finder:
@@ -81,24 +85,21 @@ class _Finder:
         """Yield the candidates in a container, the longest first."""
         numbers = sorted(starts)
         for count in range(len(numbers), 1, -1):
-            for i in range(len(numbers) - count + 1):
-                block_numbers = numbers[i : i + count]
-                length = starts[block_numbers[1]] - starts[block_numbers[0]]
-                evenly_spaced = all(
-                    starts[number] == starts[block_numbers[0]] + j * length for j, number in enumerate(block_numbers)
-                )
-                if length < 2 or not evenly_spaced or block_numbers[-1] - block_numbers[0] != count - 1:
+            for first, last in zip(numbers, numbers[count - 1 :], strict=False):
+                if last - first != count - 1:
                     continue
-                for earlier in range(min(length, starts[block_numbers[0]] + 1)):
-                    repeat = self._repeat(starts[block_numbers[0]] - earlier, length, count, prefix, block_numbers[0])
-                    if repeat is not None:
+                begin, length = starts[first], starts[first + 1] - starts[first]
+                if length < 2 or any(starts[first + j] != begin + j * length for j in range(count)):
+                    continue
+                for start in range(begin, max(begin - length, -1), -1):  # a block may begin with items without names
+                    if (repeat := self._repeat(start, length, count, prefix, first)) is not None:
                         yield repeat
 
     def _repeat(self, start: int, length: int, count: int, prefix: str, first: int) -> Repeat | None:
         end = start + length * count
         if end > len(self._items):
             return None
-        slots: dict[Any, tuple[int, int]] = {}
+        slots: _Slots = {}
         fixed: set[Any] = set()
         for at in range(start, end - length):
             number = (at - start) // length
@@ -123,16 +124,7 @@ class _Finder:
         same = a.key == b.key and len(a.inputs) == len(b.inputs) and len(a.outputs) == len(b.outputs)
         return same and tuple(new + p[len(old) :] if p.startswith(old) else p for p in a.paths) == b.paths
 
-    def _follows(
-        self,
-        old: Any,
-        new: Any,
-        start: int,
-        begin: int,
-        length: int,
-        slots: dict[Any, tuple[int, int]],
-        fixed: set[Any],
-    ) -> bool:
+    def _follows(self, old: Any, new: Any, start: int, begin: int, length: int, slots: _Slots, fixed: set[Any]) -> bool:
         """True if `old` and `new` are the same value, or related alike in all blocks."""
         old_at, i = self._sources.get(old, (-1, 0))
         new_at, j = self._sources.get(new, (-1, 0))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
-from onward.arguments import from_text, kinds_of
+from onward.arguments import from_text, types_of
 from onward.cli.app import Misuse
 from onward.cli.files import Where
 from onward.errors import UnknownNameError, suggest_or_list
@@ -63,7 +63,7 @@ def parameter_for(declared: Option) -> inspect.Parameter:
 
 def _parser_for(declared: Option) -> Any:
     """Return the type that the typed text is parsed to: str if several types are allowed."""
-    types = [type_ for type_, _ in kinds_of(declared.hint) if type_ is not type(None)]
+    types = [type_ for type_, _ in types_of(declared.hint) if type_ is not type(None)]
     return types[0] if len(types) == 1 and (types[0] in (bool, int, float) or get_origin(types[0])) else str
 
 
@@ -95,7 +95,7 @@ def _value(declared: Option, typed: Any) -> Any:
         return pairs(typed, f"{declared.flags[0]} {example[1] if example else declared.metavar}", right_sides)
     typed = typed if declared.repeated else [typed]
     values = [from_text(item, declared.hint) if isinstance(item, str) else item for item in typed]
-    is_list = any(get_origin(type_) is Sequence for type_, _ in kinds_of(declared.hint))
+    is_list = any(get_origin(type_) is Sequence for type_, _ in types_of(declared.hint))
     return values if len(values) > 1 or (is_list and isinstance(values[0], str)) else values[0]
 
 

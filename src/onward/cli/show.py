@@ -101,14 +101,19 @@ def _show_blocks(path: Path, as_json: bool) -> None:
         lists = ("parameters", "inputs", "outputs")
         print_json(
             [
-                {"name": block.name, "kind": block.kind, "nodes": len(block.nodes)}
+                {"name": block.name, "kind": block.pattern, "nodes": len(block.nodes)}
                 | {key: [value.name for value in getattr(block, key)] for key in lists}
                 for block in repeated
             ]
         )
     elif repeated:
         rows = [
-            [block.name or f"block {i}", f"kind {block.kind}", quantity(len(block.nodes), "node"), _parameters(block)]
+            [
+                block.name or f"block {i}",
+                f"kind {block.pattern}",
+                quantity(len(block.nodes), "node"),
+                _parameters(block),
+            ]
             for i, block in enumerate(repeated)
         ]
         print_rows(rows, styles=("bold",))

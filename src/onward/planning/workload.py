@@ -240,7 +240,7 @@ def _stored_shape(state: State) -> tuple[int, ...]:
 
 def _blocks(model: Model, step: int, forward: Sequence[ir.Node], weights: Collection[str]) -> list[LoweredBlock]:
     """Return the blocks of the inference graph in the forward pass of a lowered step."""
-    layers = [layer for layer in cut_into_parts(model, weights) if layer.kind is not None]
+    layers = [layer for layer in cut_into_parts(model, weights) if layer.pattern is not None]
     block_of = {value.name: i for i, layer in enumerate(layers) for node in layer.nodes for value in node.outputs}
     in_training = model.step(step).fact("train.forward") or {}
     blocks: dict[ir.Node, int | None] = {}

@@ -111,7 +111,7 @@ class Graph:
         parts = cut_into_parts(model, learns) if blocks else []
         for name in stored:
             as_input(model.graph, name)
-        if any(p.kind is not None for p in parts):
+        if any(p.pattern is not None for p in parts):
             graph.segments = make_segments(program, parts, graph.also)
         return graph
 
