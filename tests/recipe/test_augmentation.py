@@ -175,11 +175,11 @@ def test_evaluation_does_not_augment() -> None:
 @pytest.mark.parametrize(
     ("augment", "why"),
     [
-        ("turn", "there is no augmentation `turn`"),
+        ("turn", "no augmentation `turn`"),
         ("crop", "`crop` needs `padding`"),
         ("crop:padding=0", "`padding` is `0`, but must be a number of pixels"),
         ("flip:p=2", "`p` is `2`, but must be a probability"),
-        ("flip:direction=up", "a flip cannot be `up`"),
+        ("flip:direction=up", "`direction` of `flip` is `up`"),
         ("erase:area=2", "`area` is `2`, but must be two numbers"),
         ("noise:std=-1", "`std` is `-1`, but must be a positive number"),
         ("brightness:amount=2", "`amount` is `2`, but must be a number from 0 to 1"),
@@ -332,14 +332,14 @@ def detector(shape: str) -> onnx.ModelProto:
     [
         (detector("10, 4"), {}, "`target` [N, 10, 4] may have to move with `image` under `flip` and `crop`"),
         (detector("5, 2"), {"augment": "flip"}, "if it holds coordinates, leave `flip` out"),
-        (detector("10, 4"), {}, 'if it stays as it is: `move_with_image="none"` (`--move-with-image none`)'),
+        (detector("10, 4"), {}, 'if it must not move: `move_with_image="none"` (`--move-with-image none`)'),
         (detector("64"), {}, "give it the height and width of the image"),
         (detector("4, 4"), {"augment": "flip"}, 'a mask or image: `move_with_image=["target"]`'),
         (detector("4, 4"), {"move_with_image": "target"}, "`crop` moves by pixels, and `target` is 4 x 4, not 8 x 8"),
-        (detector("10, 4"), {"move_with_image": "target"}, "`target` is 10 x 4 and the image 8 x 8"),
-        (detector("4"), {"move_with_image": "target"}, "`target` has no height and width that could move"),
+        (detector("10, 4"), {"move_with_image": "target"}, "`target` is 10 x 4, but the image is 8 x 8"),
+        (detector("4"), {"move_with_image": "target"}, "`target` of `move_with_image` has no height and width"),
         (segmenter(), {"move_with_image": ["targte"]}, "did you mean `target`?"),
-        (segmenter(), {"augment": "noise", "move_with_image": "target"}, "has no effect without `flip` or `crop`"),
+        (segmenter(), {"augment": "noise", "move_with_image": "target"}, "`move_with_image` needs `flip` or `crop`"),
         (segmenter(more=", float[N, 4, 4] low"), {}, "`low` [N, 4, 4] may have to move with `image`"),
         (
             segmenter(more=", float[N, 1, 8, 8] other"),
@@ -369,7 +369,7 @@ def test_what_stays_is_said() -> None:
     for shape, settings in (("4", {}), ("10, 4", {"move_with_image": "none"}), ("10, 4", {"move_with_image": []})):
         training = pixelwise(detector(shape), **settings)
         assert training.step().fact("train.augmentation") == kept
-        assert onward.describe(training).remarks == ("augmentation moves `image` alike; `target` stays as it is",)
+        assert onward.describe(training).remarks == ("augmentation moves `image` together; `target` does not move",)
     small = pixelwise(detector("4, 4"), "flip", move_with_image="target")
     target = np.arange(64 * 16, dtype=np.float32).reshape(64, 4, 4)
     seen = read_by_step(small, {"image": CODES[:, None].astype(np.float32), "target": target})

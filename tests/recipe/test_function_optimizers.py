@@ -244,5 +244,5 @@ def test_outputs_that_are_missing():
 
 
 def test_depth_cannot_divide_it():
-    with pytest.raises(RecipeError, match="`Lion` updates all its parameters at once"):
+    with pytest.raises(RecipeError, match="`lr_decay` cannot divide the optimizer `Lion`"):
         onward.prepare(models.digits_mlp(), loss="cross_entropy", optimizer=LION, lr_decay=0.8)

@@ -236,11 +236,11 @@ def test_every_initializer_on_every_opset(opset: int) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "options", "message"),
     [
-        ("kaiming_normal", (10,), {}, r"`weight` has no fan_in and fan_out: its shape \[10\]"),
+        ("kaiming_normal", (10,), {}, r"`weight` has no fan_in: its shape \[10\]"),
         ("orthogonal", (10,), {}, "fewer than two axes"),
-        ("normal", ("N", 3), {}, "its shape or type is not known"),
+        ("normal", ("N", 3), {}, "its shape or type is unknown"),
         ("normal", (2, 3), {"sigma": 1}, "initializer `normal` has no option `sigma`"),
-        ("normal", (2, 3), {"std": "wide"}, "is 'wide', but must be a number"),
+        ("normal", (2, 3), {"std": "wide"}, "is `wide`, which is not a number"),
         ("xavier_normal", (2, 3), {"layout": "chainer"}, "is 'chainer', but must be `torch` or `keras`"),
     ],
 )

@@ -104,7 +104,7 @@ def test_targets_of_an_unknown_shape():
     unknown = ir.Value(name="logits", type=ir.TensorType(ir.DataType.DOUBLE))
     assert loss("ce").targets(unknown) == (Target("labels", ir.DataType.INT64, None),)
     assert loss("mse").targets(unknown) == (Target("target", ir.DataType.DOUBLE, None),)
-    with pytest.raises(RecipeError, match="type of `logits` is not known"):
+    with pytest.raises(RecipeError, match="type of `logits` is unknown"):
         loss("mse").targets(ir.Value(name="logits"))
 
 
@@ -127,7 +127,11 @@ def test_unknown_names_are_answered_with_near_ones():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("huber", {"delta": "big", "reduction": 3}, "delta is 'big', not a finite number; reduction is 3, not a word"),
+        (
+            "huber",
+            {"delta": "big", "reduction": 3},
+            "delta is 'big', not a finite number; reduction is 3, not a str",
+        ),
         ("huber", {"delta": -1}, "delta is -1"),
         ("huber", {"delta": float("nan")}, "delta is nan"),
         ("smooth_l1", {"beta": 0}, "beta is 0"),
@@ -141,7 +145,7 @@ def test_unknown_names_are_answered_with_near_ones():
         ("cross_entropy", {"weight": "heavy"}, "weight is 'heavy'"),
         ("cross_entropy", {"weight": 2.0}, "weight is 2.0"),
         ("cross_entropy", {"ignore_index": 1.5}, "ignore_index is 1.5"),
-        ("cross_entropy", {"axis": True}, "axis is True, not a whole number"),
+        ("cross_entropy", {"axis": True}, "axis is True, not an integer"),
         ("cross_entropy", {"target": "probabilities", "ignore_index": 1}, "no ignore_index"),
         ("binary_cross_entropy", {"clip": 0.6}, "clip is 0.6"),
         ("poisson_nll", {"full": 1}, "full is 1, not true or false"),

@@ -652,7 +652,7 @@ def test_a_wrong_name_or_parameter_is_explained() -> None:
     assert caught.value.hint and "`adamw`" in caught.value.hint
     with pytest.raises(RecipeError, match=r"for matrices, but a parameter has the shape \[3\]"):
         optimizer("muon").configure().slots(parameter(shape=(3,)))
-    with pytest.raises(RecipeError, match="shape of parameter `p` is not known"):
+    with pytest.raises(RecipeError, match="shape of parameter `p` is unknown"):
         optimizer("adam").configure().slots(ir.Value(name="p", type=ir.TensorType(ir.DataType.FLOAT)))
 
 

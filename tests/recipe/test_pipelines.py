@@ -296,21 +296,21 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch):
         "tokenize:words,vocabulary=v.txt,length=3": "more than once",
         "tokenize:words,vocabulary=w.txt,length=3": r"no token `\[UNK\]`",
         "tokenize:words,vocabulary=none.txt,length=3": "cannot read the vocabulary",
-        "tokenize:words,vocabulary=9,length=3": "and there are none",
-        "tokenize:bpe,vocabulary=w.txt,length=3": "no way to tokenize by `bpe`",
-        "tokenize:words,vocabulary=w.txt,length=0": "the length `0`",
-        "tokenize:words,vocabulary=w.txt,length=3 scale": "stands alone",
-        "tokenize:bytes,length=3,lowercase=true": "bytes are taken as they are",
-        "tokenize:bytes,length=3,end=stop": "`stop` is no number",
+        "tokenize:words,vocabulary=9,length=3": "`vocabulary=9` needs data",
+        "tokenize:bpe,vocabulary=w.txt,length=3": "`tokenize` has no `by=bpe`",
+        "tokenize:words,vocabulary=w.txt,length=0": "`length` of `tokenize` is `0`",
+        "tokenize:words,vocabulary=w.txt,length=3 scale": "cannot be combined",
+        "tokenize:bytes,length=3,lowercase=true": "`tokenize:bytes` takes no",
+        "tokenize:bytes,length=3,end=stop": "`stop` is not a number",
         "tokenize:words,vocabulary=w.txt,length=3,lowercase=yes": "`lowercase` of `tokenize` is `yes`",
-        "tokenize:words,vocabulary=w.txt,length=3,offset=2": "`offset` is for bytes",
-        "scale decode": "`decode` comes first",
+        "tokenize:words,vocabulary=w.txt,length=3,offset=2": "`offset` is for `tokenize:bytes`",
+        "scale decode": "`decode` must come first",
         "blur": "no preprocessing `blur`",
     }
     for operations, message in cases.items():
         with pytest.raises(Error, match=message):
             onward.pipelines.make(operations)
-    with pytest.raises(RecipeError, match="stands alone: pictures that are data"):
+    with pytest.raises(RecipeError, match="`decode` is for a separate pipeline"):
         onward.prepare(small_cnn(), loss="ce", preprocess="decode scale")
     with pytest.raises(DataError, match="no column can be input `text`"):
         words = {"name": "tokenize", "vocabulary": ["[PAD]", "[UNK]"], "length": 3}

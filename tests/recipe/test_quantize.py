@@ -380,16 +380,16 @@ def test_preprocessing_stays_outside(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        ("int3", UnknownNameError, "no type to quantise to `int3`"),
+        ("int3", UnknownNameError, "no type to quantize to `int3`"),
         ("int2", UnsupportedError, "no kernel"),
         ("int8:activations=float8", UnsupportedError, "activations cannot be float8"),
         ("int8:activations=int4", UnsupportedError, "activations cannot be int4"),
-        ("int8:ranges=guess", RecipeError, "no ranges `guess`"),
+        ("int8:ranges=guess", UnknownNameError, "no choice of `ranges` `guess`"),
         ("int8:blocks=32", RecipeError, "no option `blocks`"),
         ("int8:percentile=101", RecipeError, "from 50 to 100"),
-        ("int8:targets=encoder*", UnknownNameError, "`encoder\\*` matches nothing"),
-        ("int8:operators=Relu", UnknownNameError, "no operator to quantise `Relu`"),
-        ("int8:keep=first+last", UnknownNameError, "nothing is left to quantise"),
+        ("int8:targets=encoder*", UnknownNameError, "`encoder\\*` matches no node"),
+        ("int8:operators=Relu", UnknownNameError, "no operator to quantize `Relu`"),
+        ("int8:keep=first+last", UnknownNameError, "nothing is left to quantize"),
     ],
 )
 def test_what_cannot_be_is_said(spec, error, words):
@@ -400,7 +400,7 @@ def test_what_cannot_be_is_said(spec, error, words):
 
 
 def test_what_a_quantised_model_is_cannot_be_asked_for(quantised):
-    with pytest.raises(RecipeError, match="quantised already, so `weights`"):
+    with pytest.raises(RecipeError, match="already quantized, so `weights`"):
         prepared("int8:weights=int4", model=quantised)
 
 
@@ -443,5 +443,5 @@ def test_some_of_many_are_left_in_integers_and_averages_too():
     assert (left.sum(-1) <= 2).all() and left.sum() > 45
     with pytest.raises(RecipeError, match="sums up 1 numbers"):
         onward.prepare(FLOAT, loss="mse", prune="2of4")
-    with pytest.raises(UnknownNameError, match="no way to prune `half`"):
+    with pytest.raises(UnknownNameError, match="no pruning `half`"):
         onward.prepare(FLOAT, loss="mse", prune="half")

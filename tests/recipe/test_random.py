@@ -212,7 +212,7 @@ def test_truncated_normal_stays_within_its_bounds() -> None:
 
 
 def test_random_numbers_of_other_types_are_refused() -> None:
-    with pytest.raises(RecipeError, match="FLOAT16 are not made directly"):
+    with pytest.raises(RecipeError, match="random numbers cannot be FLOAT16"):
         drawn(random.normal, ir.DataType.FLOAT16)
 
 

@@ -96,10 +96,10 @@ def test_a_run_takes_weights_from_a_column(tmp_path):
 
 def test_what_cannot_be_weighted_is_refused():
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"loss": "value:logits"}, "does not say what each sample adds"),
-        ({"loss": "ce", "sample_weight": "fc1.weight"}, "something called `fc1.weight`"),
+        ({"loss": "value:logits"}, "the loss `value`, which has no value per sample"),
+        ({"loss": "ce", "sample_weight": "fc1.weight"}, "`fc1.weight`, which is a name in the model"),
         ({"loss": "ce", "sample_weight": "w:by=luck"}, "`by` of `sample_weight` is `luck`"),
-        ({"loss": "ce", "teacher": digits_mlp()}, "where a teacher is learned from"),
+        ({"loss": "ce", "teacher": digits_mlp()}, "`sample_weight` does not work with `teacher`"),
     ]
     for options, message in cases:
         with pytest.raises(Error, match=message):

@@ -262,7 +262,7 @@ def test_the_file_names_the_schedule_and_its_numbers(name: str) -> None:
     [
         ("cosine", {"stps": 3}, "no option `stps`", "did you mean `steps`"),
         ("cosine", {"xyz": 3}, "no option `xyz`", "it has: steps, min, after, warmup"),
-        ("cosine", {}, "needs the option `steps`", "cosine:steps=100"),
+        ("cosine", {}, "needs `steps`", "cosine:steps=100"),
         ("cosine", {"steps": 0}, "`steps` .* is 0, but must be positive", None),
         ("cosine", {"steps": "many"}, "is `many`, which is not a number", None),
         ("cosine", {"steps": float("nan")}, "must be positive", None),
@@ -274,7 +274,7 @@ def test_the_file_names_the_schedule_and_its_numbers(name: str) -> None:
         ("multistep", {"milestones": [3, "x"]}, "`milestones` .* `x`", None),
         ("cosine_restarts", {"period": 3, "mult": 0.5}, "`mult` .* at least 1", None),
         ("one_cycle", {"steps": 3, "pct_start": 1.0}, "positive and less than 1", None),
-        ("inverse_sqrt", {}, "needs the option `timescale`", None),
+        ("inverse_sqrt", {}, "needs `timescale`", None),
         ("step", {"size": 3, "every": 0.5}, "`every` .* at least 1", None),
         ("step", {"size": 3, "every": 1.5}, "`every` .* an integer", None),
     ],

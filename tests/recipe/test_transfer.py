@@ -135,21 +135,21 @@ def test_a_new_head_starts_as_a_layer_of_torch_does(text):
 def test_a_head_can_be_named_and_one_that_cannot_be_replaced_is_refused():
     two = HEADER + "g (float[N,4] x) => (float[N,7] y, float[N,7] z) { y = MatMul(x, w) z = MatMul(x, v) }"
     two = parsed(two, w=W, v=W + 1)
-    with pytest.raises(onward.Error, match="not clear which layer") as error:
+    with pytest.raises(onward.Error, match="2 layers may give the logits") as error:
         onward.replace_head(two, 3)
     assert "v, w" in error.value.hint
     assert arrays(onward.replace_head(two, 3, layer="v"))["v"].shape == (4, 3)
     with pytest.raises(onward.Error, match="no layer `vv`"):
         onward.replace_head(two, 3, layer="vv")
     tied = HEADER + "g (int64[N] i) => (float[N,7] y) { x = Gather(t, i) w = Transpose(t) y = MatMul(x, w) }"
-    with pytest.raises(onward.Error, match="`t` of the head is tied to another place: it is also read by Gather"):
+    with pytest.raises(onward.Error, match=r"`t` of the head is tied: Gather `.*` also reads it"):
         onward.replace_head(parsed(tied, t=W.T), 3)
     quantised = (
         HEADER
         + """g (float[N,4] x) => (float[N,7] y) <float s = {0.1}>
         { w = DequantizeLinear(q, s) y = MatMul(x, w) }"""
     )
-    with pytest.raises(onward.Error, match="`q` of the head is quantised"):
+    with pytest.raises(onward.Error, match="`q` of the head is quantized"):
         onward.replace_head(parsed(quantised, q=np.ones((4, 7), np.int8)), 3)
     scaled = HEADER + "g (float[N,4] x) => (float[N,7] y) { p = MatMul(x, w) y = Mul(p, b) }"
     with pytest.raises(onward.Error, match=r"`b`, which Mul .* is for 7 classes"):
@@ -159,7 +159,7 @@ def test_a_head_can_be_named_and_one_that_cannot_be_replaced_is_refused():
     )
     unclear = parsed(unclear, w=W)
     unclear.graph.value_info.append(onnx.helper.make_tensor_value_info("p", onnx.TensorProto.FLOAT, [7, 7]))
-    with pytest.raises(onward.Error, match="not clear which size 7 of Reshape"):
+    with pytest.raises(onward.Error, match=r"several sizes of Reshape `.*` are 7"):
         onward.replace_head(unclear, 3)
     with pytest.raises(onward.Error, match="carries its training") as error:
         onward.replace_head(onward.prepare(digits_mlp(), loss="ce"), 3)
@@ -311,7 +311,7 @@ def test_quantised_weights_can_be_adapted_but_not_merged():
     expected = torch.tensor(x) @ (torch.tensor(q) * torch.tensor(0.1)) + torch.tensor(x) @ a @ b
     np.testing.assert_allclose(run(model, {"x": x})[0], expected.numpy(), rtol=1e-4, atol=1e-5)
     assert onward.prepare(model, loss="mse").step().differentiated() == ["q/lora_A", "q/lora_B"]
-    with pytest.raises(onward.Error, match="weight is quantised"):
+    with pytest.raises(onward.Error, match="weight is quantized"):
         onward.lora.merge(model)
 
 
@@ -364,7 +364,7 @@ def test_an_adapter_for_another_model_is_refused(tmp_path):
     from safetensors.numpy import load_file, save
 
     path = onward.lora.save(onward.lora.add(small_cnn(), targets="fc*"), tmp_path / "a.safetensors")
-    with pytest.raises(onward.Error, match="`fc` of the adapter is no layer") as error:
+    with pytest.raises(onward.Error, match="`fc` of the adapter matches no layer") as error:
         onward.lora.load(digits_mlp(), path)
     assert "fc1" in error.value.hint
     with pytest.raises(onward.Error, match=r"does not fit `fc\.weight`"):
@@ -390,7 +390,7 @@ def test_adapters_that_cannot_be_are_refused():
     with pytest.raises(onward.Error, match=r"`\*attn\*` matches no weight") as error:
         onward.lora.add(digits_mlp())
     assert "fc2, fc1" in error.value.hint
-    with pytest.raises(onward.Error, match="has an adapter already"):
+    with pytest.raises(onward.Error, match="already has an adapter"):
         onward.lora.add(onward.lora.add(digits_mlp(), targets="fc1"), targets="fc*")
     for options, message in (
         ({"rank": 0}, "`rank` is 0"),
@@ -614,20 +614,20 @@ def test_teachers_that_do_not_fit_are_refused():
         return onward.prepare(digits_mlp(), loss="ce", teacher=teacher, **recipe)
 
     for teacher, distill, message in (
-        (None, "kl", "there is none"),
-        (digits_mlp(), "kl:weight=2", "weight of .* is `2`"),
-        (digits_mlp(), "kl:temperature=0", "temperature is `0`"),
-        (digits_mlp(), "kl:axis=2", "axis `2`"),
+        (None, "kl", "`distill` needs a `teacher`"),
+        (digits_mlp(), "kl:weight=2", "`weight` of .* is 2, but must be at least 0 and at most 1"),
+        (digits_mlp(), "kl:temperature=0", "`temperature` of `kl` is 0, but must be positive"),
+        (digits_mlp(), "kl:axis=2", "`axis` of `kl` is `2`"),
         (digits_mlp(), "kl:student=nothing", "the model has no value `nothing`"),
         (digits_mlp(), "kl:teacher=nothing", "the teacher has no value `nothing`"),
-        (digits_mlp(), "kk", "no way to learn from a teacher `kk`"),
+        (digits_mlp(), "kk", "no distillation loss `kk`"),
         (digits_mlp(), ["kl:weight=0.6", "mse:weight=0.6"], "more than 1"),
-        (onward.replace_head(digits_mlp(), 4), "kl", "`logits` of the teacher has"),
+        (onward.replace_head(digits_mlp(), 4), "kl", "but `logits` of the teacher is"),
         (small_cnn(), "kl", "the teacher reads `image` of shape"),
         (
             onward.transform.rename(small_transformer(), {"tokens": "words"}),
             "kl:teacher=loss",
-            "which is no input of the model",
+            "the model lacks the teacher's input `words`",
         ),
     ):
         with pytest.raises(onward.Error, match=message):

@@ -458,7 +458,7 @@ def test_a_configuration_of_another_version(folder: Path) -> None:
         (
             {"metrics": ["accuracy", "mae"]},
             RecipeError,
-            "`mae` compares amounts, and the targets of this loss are numbers",
+            "`mae` compares amounts, but the targets are class indices",
         ),
         ({"monitor": "rmse"}, RecipeError, "`rmse` compares amounts"),
         ({"metrics": [max]}, ArgumentError, "`metrics` is .*max.*, but must be a string or a list of strings"),

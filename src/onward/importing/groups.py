@@ -163,7 +163,7 @@ def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[Paramete
     parameters = set[str]()
     for group in groups:
         configured = configure(group.optimizer) if isinstance(group.optimizer, Spec) else None
-        is_stateful = configured is None or bool(configured.kind.choose(configured.settings, None).slots)
+        is_stateful = configured is None or bool(configured.definition.choose(configured.settings, None).slots)
         parameters |= {name for name in group.parameters if name in stored or not stored or not is_stateful}
     return parameters
 

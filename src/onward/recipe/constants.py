@@ -1,4 +1,4 @@
-"""Constants of a model, in initializers or in nodes."""
+"""Constants of a model as parameters: initializers, outputs of nodes, tensors in bodies."""
 
 from __future__ import annotations
 
@@ -29,23 +29,21 @@ def stored_shape(value: ir.Value) -> tuple[int, ...] | None:
 def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Make a parameter a plain initializer: not an input with a default, not in a node.
 
-    One that is stored as integers is rounded to such at every step.
+    If it is stored as integers, every step rounds it to integers.
     """
     if value in graph.inputs:
         graph.inputs.remove(value)
-    if value.producer() is None:
+    if (node := value.producer()) is None:
         value.type = ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
         value.shape = ir.Shape(value.const_value.shape.numpy())  # type: ignore[union-attr]
         return value
-    node = value.producer()
-    assert node is not None and value.name is not None
+    tensor, name = _evaluate(node), value.name or ""
     if node.op_type == "DequantizeLinear":
         integers = constant_tensor(node.inputs[0])
         assert integers is not None
-        return open_weight(graph, node, integers, _evaluate(node).numpy())
-    exposed = ir.Value(name=value.name, type=value.type, shape=value.shape, const_value=_evaluate(node))
-    exposed.type = ir.TensorType(exposed.const_value.dtype)  # type: ignore[union-attr]
-    exposed.shape = ir.Shape(exposed.const_value.shape.numpy())  # type: ignore[union-attr]
+        return open_weight(graph, node, integers, tensor.numpy())
+    exposed = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    exposed.shape = ir.Shape(tensor.shape.numpy())
     value.replace_all_uses_with(exposed, replace_graph_outputs=True)
     graph.remove(node)
     graph.register_initializer(exposed)

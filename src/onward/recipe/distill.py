@@ -1,4 +1,4 @@
-"""Learning from a teacher: the student's outputs approach those of another model.
+"""Distillation: the student's outputs approach those of another model, the teacher.
 
     onward.prepare("small.onnx", loss="cross_entropy", teacher="large.onnx", distill="kl:temperature=4,weight=0.5")
 
@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import Range
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, suggest
 from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.recipe.losses import functions
 from onward.recipe.losses import loss as named_loss
-from onward.recipe.spec import Spec, check_options, lookup, parse
+from onward.recipe.spec import POSITIVE, Spec, check_options, checked_number, lookup, parse
 from onward.recipe.step_builder import StepBuilder, embed
 from onward.transform.extract import extract
 from onward.transform.inline import inline
@@ -34,7 +35,7 @@ from onward.transform.types import fill_in_types
 
 _PREFIX = "teacher/"
 _KL = "kl"
-_DISTANCES = {name: name for name in (_KL, "mse", "l1", "mae", "huber", "smooth_l1", "cosine")}
+_DISTANCES = dict.fromkeys((_KL, "mse", "l1", "mae", "huber", "smooth_l1", "cosine"))
 _OWN_OPTIONS = {"student": None, "teacher": None, "weight": 0.5}
 _KL_OPTIONS = {"temperature": 1.0, "axis": 1}
 
@@ -49,23 +50,22 @@ class DistillTerm:
     weight: float
 
     def fact(self, student: str, teacher: str) -> dict[str, Any]:
-        named = {"name": self.spec.name, "student": student, "teacher": teacher}
-        return {**named, "options": dict(self.spec.options), "weight": self.weight}
+        values = {"name": self.spec.name, "student": student, "teacher": teacher}
+        return {**values, "options": dict(self.spec.options), "weight": self.weight}
 
 
 class Distillation:
     """A teacher and the distances to it."""
 
     def __init__(self, teacher: Source, distill: Any, alone: bool):
-        """Parse `distill`. If `alone`, there is no other loss and the default weight is 1."""
+        """Parse `distill`. `alone` means without another loss: then the default weight is 1."""
         if isinstance(teacher, int | float | Mapping | list | tuple):
-            raise RecipeError(f"`teacher` is `{teacher!r}`, not a model", hint="give the path of an `.onnx` file")
+            raise RecipeError(f"`teacher` is `{teacher!r}`, not a model", hint='write `teacher="large.onnx"`')
         specs = list(distill) if isinstance(distill, Sequence) and not isinstance(distill, str) else [distill]
         self.terms = [_term(parse(item), 1.0 if alone else 0.5) for item in specs]
-        if not alone and sum(term.weight for term in self.terms) > 1:
-            raise RecipeError("the weights of what is learned from the teacher add up to more than 1")
+        if not alone and (total := sum(term.weight for term in self.terms)) > 1:
+            raise RecipeError(f"the weights of `distill` sum to {total:g}, more than 1", hint="lower `weight`")
         self.model = strip(inline(load(teacher)))
-        self.alone = alone
 
     @property
     def opset(self) -> int:
@@ -74,9 +74,9 @@ class Distillation:
     def students(self, model: Model, predictions: Sequence[ir.Value]) -> list[ir.Value]:
         """Return the student's value of each term: the named value, else the output of the loss."""
         default = predictions[0] if predictions else None
-        student_values = [_find_value(model, term.student, "the model", default) for term in self.terms]
-        fill_in_types(model, student_values)
-        return student_values
+        students = [_find_value(model, term.student, "the model", default) for term in self.terms]
+        fill_in_types(model, students)
+        return students
 
     def add(
         self,
@@ -110,9 +110,8 @@ class Distillation:
             teacher = results[name]
             if not _fit(value.shape, teacher.value.shape):
                 raise RecipeError(
-                    f"`{value.name}` of the model has shape {value.shape}, but `{name}` of the teacher has "
-                    f"{teacher.value.shape}",
-                    hint="name values of the same shape with `student=` and `teacher=`",
+                    f"`{value.name}` is {value.shape}, but `{name}` of the teacher is {teacher.value.shape}",
+                    hint="name values of one shape: `distill=kl:student=NAME,teacher=NAME`",
                 )
             prefix = "distill" if len(self.terms) == 1 else f"distill/{i}"
             distance = _distance(builder, op, term, prefix, op(trained.get(value, value)), teacher)
@@ -129,24 +128,21 @@ class Distillation:
 
 
 def _term(spec: Spec, weight: float) -> DistillTerm:
-    lookup("way to learn from a teacher", spec.name, _DISTANCES)
+    lookup("distillation loss", spec.name, _DISTANCES)
     options = dict(spec.options)
     own = {name: options.pop(name, None) for name in _OWN_OPTIONS}
     for name in ("student", "teacher"):
         if not isinstance(own[name], str | None):
             raise RecipeError(f"`{name}` of `{spec.name}` is `{own[name]}`, not the name of a value")
     weight = weight if own["weight"] is None else own["weight"]
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= 1:
-        raise RecipeError(f"the weight of `{spec}` is `{weight}`, but must be a number from 0 to 1")
+    weight = checked_number(f"`weight` of `{spec}`", weight, Range(least=0, most=1))
     if spec.name == _KL:
         check_options("`kl`", options, {**_OWN_OPTIONS, **_KL_OPTIONS})
         options = {**_KL_OPTIONS, **options}
-        temperature = options["temperature"]
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
-            raise RecipeError(f"the temperature is `{temperature}`, but must be a positive number")
+        checked_number("`temperature` of `kl`", options["temperature"], POSITIVE)
         if options["axis"] not in (1, -1):
-            raise RecipeError(f"the classes cannot be on axis `{options['axis']}`", hint="they are on axis 1 or -1")
-    return DistillTerm(Spec(spec.name, options), own["student"], own["teacher"], float(weight))
+            raise RecipeError(f"`axis` of `kl` is `{options['axis']}`, but must be 1 or -1")
+    return DistillTerm(Spec(spec.name, options), own["student"], own["teacher"], weight)
 
 
 def _find_value(model: Model, name: str | None, whose: str, default: ir.Value | None) -> ir.Value:
@@ -155,11 +151,13 @@ def _find_value(model: Model, name: str | None, whose: str, default: ir.Value | 
         if name not in by_name:
             raise UnknownNameError(f"{whose} has no value `{name}`", hint=suggest(name, by_name) or _outputs(model))
         return by_name[name]
-    floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if default is not None:
         return default
+    floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if len(floating) != 1:
-        raise RecipeError(f"{whose} has several outputs", hint=f"say which one counts; {_outputs(model)}")
+        option = "teacher" if whose == "the teacher" else "student"
+        hint = f"name one: `distill=kl:{option}=NAME`; {_outputs(model)}"
+        raise RecipeError(f"{whose} has {len(floating)} floating-point outputs, and `distill` names none", hint=hint)
     return floating[0]
 
 
@@ -181,14 +179,12 @@ def _source(builder: StepBuilder, target: ir.Value, sources: Mapping[str, ir.Val
     name = (target.name or "").removeprefix(_PREFIX)
     source = sources.get(name, only)
     if source is None:
-        raise RecipeError(
-            f"the teacher reads `{name}`, which is no input of the model",
-            hint=f"the inputs are {', '.join(sources)}; rename the teacher's (`onward rename`)",
-        )
+        hint = f"rename it (`onward rename`); the inputs are {', '.join(sources)}"
+        raise RecipeError(f"the model lacks the teacher's input `{name}`", hint=hint)
     if not _fit(target.shape, source.shape):
         raise RecipeError(
             f"the teacher reads `{name}` of shape {target.shape}, but `{source.name}` has {source.shape}",
-            hint="put what resizes it before the teacher (`onward merge`)",
+            hint="put a Resize before the teacher (`onward merge`)",
         )
     return _in_type(builder.op.scoped("distill")(source), target, f"the teacher's input `{name}`").value
 
@@ -198,8 +194,7 @@ def _in_type(expr: Expr, target: ir.Value, what: str) -> Expr:
         return expr
     if not (expr.dtype.is_floating_point() and target.dtype.is_floating_point()):
         raise RecipeError(f"{what} is {target.dtype.name.lower()}, but `{expr.name}` is {expr.dtype.name.lower()}")
-    cast: Expr = expr.op.Cast(expr, to=target.dtype)
-    return cast
+    return expr.op.Cast(expr, to=target.dtype)
 
 
 def _fit(a: ir.Shape | None, b: ir.Shape | None) -> bool:

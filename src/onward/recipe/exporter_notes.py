@@ -39,7 +39,7 @@ _EMBEDDING = re.compile(r"aten\.embedding\.default\]\(args = \(%\w+, %\w+, (?P<r
 """A call with a row for the padding, -1 for none."""
 _INTERNAL = re.compile(r"val_\d+")
 """Names that the exporter generates, for transposed or reshaped parameters, too."""
-_MADE_BY_EXPORTER = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0|(c_)?lifted_tensor_\d+")
+_EXPORTER_NAME = re.compile(r"(.*[/.])?Constant(_\d+)?_output_0|(c_)?lifted_tensor_\d+")
 """Names of tensors computed in a module, in Constant nodes or in initializers."""
 _TRACED_MATRIX = re.compile(r"onnx::MatMul_\d+")
 """Names of weights that the tracing exporter has transposed."""
@@ -77,7 +77,8 @@ class ModuleTensor:
     """A tensor of the module."""
 
     name: str
-    kind: str
+    role: str
+    """PARAMETER, BUFFER or CONSTANT_TENSOR, as the notes write it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,15 +97,15 @@ class Restored:
     @classmethod
     def from_fact(cls, fact: Any) -> Restored:
         """Parse the record of a training model, which may be malformed."""
-        recorded = fact if isinstance(fact, dict) else {}
-        separated, joined, biases, padding = (recorded.get(field.name) for field in dataclasses.fields(cls))
+        fields = fact if isinstance(fact, dict) else {}
+        names = ("separated", "joined", "padding")
+        separated, joined, padding = (x if isinstance(x := fields.get(name), dict) else {} for name in names)
+        biases = fields.get("biases")
         return cls(
-            {str(new): str(old) for new, old in separated.items()} if isinstance(separated, dict) else {},
-            {str(new): str(old) for new, old in joined.items()} if isinstance(joined, dict) else {},
+            {str(new): str(old) for new, old in separated.items()},
+            {str(new): str(old) for new, old in joined.items()},
             [str(name) for name in biases] if isinstance(biases, list) else [],
-            {str(name): row for name, row in padding.items() if isinstance(row, int)}
-            if isinstance(padding, dict)
-            else {},
+            {str(name): row for name, row in padding.items() if isinstance(row, int)},
         )
 
     def remarks(self) -> Iterator[str]:
@@ -115,23 +116,22 @@ class Restored:
                 f"are trained separately, as {list_names(list(self.separated), 4)}"
             )
         if self.biases:
-            yield f"biases of zeros that the exporter dropped are trained: {list_names(self.biases, 4)}"
+            yield f"zero biases that the exporter dropped are trained: {list_names(self.biases, 4)}"
         for copy, parameter in self.joined.items():
-            yield f"`{copy}` is a copy of `{parameter}` that the exporter made: they are trained as one"
+            yield f"`{copy}` is a copy of `{parameter}` by the exporter: they are trained as one"
         for table, row in self.padding.items():
-            yield f"row {row} of `{table}` gets no gradient where it is padding (`padding_idx`)"
+            yield f"row {row} of `{table}` is padding (`padding_idx`) and gets no gradient"
 
 
 def origin(value: ir.Value) -> Origin | None:
     """Return the module tensor behind a value; None if the file does not record it."""
-    kind = value.metadata_props.get(_KIND, "")
-    if kind:
-        return "parameter" if "PARAMETER" in kind else "buffer" if "BUFFER" in kind else "constant"
+    if role := value.metadata_props.get(_KIND, ""):
+        return "parameter" if "PARAMETER" in role else "buffer" if "BUFFER" in role else "constant"
     tensors = _held_by_name(value.graph)
     sources = _folded_from(value)
     if tensors and sources:
-        kinds = {tensors[name].kind for name in sources if name in tensors}
-        return "parameter" if "PARAMETER" in kinds else "buffer" if "BUFFER" in kinds else "constant"
+        roles = {tensors[name].role for name in sources if name in tensors}
+        return "parameter" if "PARAMETER" in roles else "buffer" if "BUFFER" in roles else "constant"
     if tensors:
         node = value.producer()
         in_node = node is not None and node.op_type in _CONSTANTS
@@ -169,13 +169,13 @@ def is_computed(value: ir.Value) -> bool:
 def sources_of(value: ir.Value) -> list[str]:
     """Return the names of the parameters that the exporter computed a tensor from."""
     tensors = _held_by_name(value.graph)
-    return [name for name in _folded_from(value) if name in tensors and tensors[name].kind == "PARAMETER"]
+    return [name for name in _folded_from(value) if name in tensors and tensors[name].role == "PARAMETER"]
 
 
 def is_exporter_constant(value: ir.Value, model: Model) -> bool:
     """True if PyTorch's exporters created a tensor, judged by its node and name."""
     node, name = value.producer(), value.name or ""
-    if _MADE_BY_EXPORTER.fullmatch(name):
+    if _EXPORTER_NAME.fullmatch(name):
         return True
     if model.ir.producer_name != "pytorch":
         return False
@@ -206,7 +206,7 @@ def is_traced(model: Model) -> bool:
 def is_held_in_trace(value: ir.Value) -> bool:
     """True if an initializer of a traced module has a module name, as parameters and buffers do."""
     name = value.name or ""
-    is_own = name.isdigit() or name.startswith(("onnx::", "/")) or _MADE_BY_EXPORTER.fullmatch(name) is not None
+    is_own = name.isdigit() or name.startswith(("onnx::", "/")) or _EXPORTER_NAME.fullmatch(name) is not None
     return value.is_initializer() and not is_own
 
 
@@ -244,7 +244,7 @@ def restore(model: Model, join: bool = True, unfold: bool = False) -> Restored:
         if unfold:
             restoration.unfold()
         restoration.end_gradients_of_padding()
-    return restoration.made
+    return restoration.changes
 
 
 def can_restore(model: Model) -> bool:
@@ -260,7 +260,7 @@ def signature(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
 
 @functools.lru_cache(maxsize=4)
 def _parse(text: str) -> dict[str, ModuleTensor]:
-    return {argument: ModuleTensor(name, kind) for argument, kind, name in _HELD.findall(text)}
+    return {argument: ModuleTensor(name, role) for argument, role, name in _HELD.findall(text)}
 
 
 def _held_by_name(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
@@ -276,18 +276,18 @@ def _folded_from(value: ir.Value) -> list[str]:
     return _NAME.findall(value.metadata_props.get(_FOLDED, ""))
 
 
-# ---- what was changed ------------------------------------------------------------------------------------------------
+# ---- changes ---------------------------------------------------------------------------------------------------------
 
 
 class _Restoration:
     def __init__(self, model: Model):
-        self.made = Restored()
+        self.changes = Restored()
         self._model, self._graph = model, model.graph
         self._added: dict[tuple[str, str], ir.Value] = {}
         """(stored tensor, name in the module) -> new tensor, for repeated calls."""
 
     @functools.cached_property
-    def _names(self) -> Names:
+    def _names(self) -> Names:  # slow for large models, and few need it
         return self._model.names()
 
     def separate_by_calls(self) -> None:
@@ -306,7 +306,7 @@ class _Restoration:
             if assigned is None and (layer := _layer_without_bias(nodes)) is not None:
                 if "batch_norm" in call:  # of BatchNormalization that was folded into it
                     self._restore_bias(layer, ModuleTensor(f"{layer.inputs[1].name}_bias", "PARAMETER"))  # type: ignore[union-attr]
-                elif waiting[-1] is arguments[-1] and len(arguments) > 1 and waiting[-1].kind == "PARAMETER":
+                elif waiting[-1] is arguments[-1] and len(arguments) > 1 and waiting[-1].role == "PARAMETER":
                     assigned = _assign(waiting[:-1], uses, tensors)
                     self._restore_bias(layer, waiting[-1])
             for tensor, (node, index) in assigned or ():
@@ -315,7 +315,7 @@ class _Restoration:
                 separate = self._added.get((stored.name, tensor.name)) or self._add(
                     stored.name, tensor, stored.const_value
                 )
-                self.made.separated[separate.name or ""] = stored.name
+                self.changes.separated[separate.name or ""] = stored.name
                 node.replace_input_with(index, separate)
 
     def _restore_bias(self, layer: ir.Node, origin: ModuleTensor) -> None:
@@ -325,7 +325,7 @@ class _Restoration:
         bias = self._added.get(("", origin.name))
         if bias is None:
             bias = self._add("", origin, ir.Tensor(np.zeros(_units(layer, weight), weight.dtype.numpy())))
-            self.made.biases.append(bias.name or "")
+            self.changes.biases.append(bias.name or "")
         layer.resize_inputs(_BIAS + 1)
         layer.replace_input_with(_BIAS, bias)
 
@@ -333,7 +333,7 @@ class _Restoration:
         """Add a tensor under its name in the module, with the exporter's note."""
         name = self._names.fresh(origin.name)
         value = add_initializer(self._graph, name, under_name(name, tensor))
-        value.metadata_props[_KIND] = origin.kind
+        value.metadata_props[_KIND] = origin.role
         self._added[stored, origin.name] = value
         return value
 
@@ -346,7 +346,7 @@ class _Restoration:
             stored = node.inputs[0] if node.op_type == "Identity" else None
             tensor = constant_tensor(stored)
             if tensor is not None and tensor.dtype.is_floating_point() and is_uniform(tensor.numpy()):
-                self.made.separated[node.outputs[0].name or ""] = stored.name or ""  # type: ignore[union-attr]
+                self.changes.separated[node.outputs[0].name or ""] = stored.name or ""  # type: ignore[union-attr]
                 expose(self._graph, node.outputs[0])
 
     def separate_by_layers(self) -> None:
@@ -368,7 +368,7 @@ class _Restoration:
                 if id(layer) not in separate:
                     name = self._names.fresh(f"{node.name or node.op_type}/{stored.name}")
                     separate[id(layer)] = add_initializer(self._graph, name, under_name(name, tensor))
-                    self.made.separated[name] = stored.name or ""
+                    self.changes.separated[name] = stored.name or ""
                 node.replace_input_with(index, separate[id(layer)])
 
     def leave_zeros_beside_biases(self) -> None:
@@ -429,7 +429,7 @@ class _Restoration:
             assert table is not None and indices is not None
             if call["scales"] == "True":
                 raise UnsupportedError(
-                    f"the embedding `{table.name}` scales gradients by frequency, which no training model does",
+                    f"the embedding `{table.name}` scales gradients by frequency",
                     hint="export the module without `scale_grad_by_freq`",
                 )
             row = int(call["row"])
@@ -449,25 +449,23 @@ class _Restoration:
             nodes = list(branch)
             branch.remove(nodes)
             node.append(nodes)
-            self.made.padding[table.name or ""] = row
+            self.changes.padding[table.name or ""] = row
 
     def unfold(self) -> None:
         """Store weights of linear layers and of GroupNormalization as modules do."""
-        parameters = {
-            module_tensor.name for module_tensor in signature(self._graph).values() if module_tensor.kind == "PARAMETER"
-        }
+        parameters = {tensor.name for tensor in signature(self._graph).values() if tensor.role == "PARAMETER"}
         for node in list(self._graph):
             call = node.metadata_props.get(_CALL, "")
             is_linear = node.op_type == "MatMul" and "aten.linear." in call
             if not is_linear and not (node.op_type in ("Mul", "Add") and "aten.group_norm." in call):
                 continue
             value = node.inputs[1]
-            tensor = value.const_value if value is not None and value.is_initializer() else None
-            if value is None or tensor is None or tensor.shape.rank() < 2:
+            matrix = value.const_value if value is not None and value.is_initializer() else None
+            if value is None or matrix is None or matrix.shape.rank() < 2:
                 continue
             names = [name for name in dict.fromkeys([value.name or "", *_folded_from(value)]) if name in parameters]
             if len(names) == 1:
-                self._unfold(value, names[0], tensor.numpy(), is_linear)
+                self._unfold(value, names[0], matrix.numpy(), is_linear)
 
     def _unfold(self, value: ir.Value, name: str, array: np.ndarray, is_linear: bool) -> None:
         self._graph.initializers.pop(value.name or "")
@@ -502,7 +500,7 @@ class _Restoration:
         else:
             return False
         self._graph.initializers.pop(value.name)
-        self.made.joined[value.name] = parameter.name or ""
+        self.changes.joined[value.name] = parameter.name or ""
         return True
 
 
@@ -583,7 +581,7 @@ def _sizes(value: ir.Value) -> tuple[int, ...]:
     return tuple(value.const_value.shape.numpy())
 
 
-# ---- what an exporter has folded away --------------------------------------------------------------------------------
+# ---- layers that an exporter has folded away -------------------------------------------------------------------------
 
 
 _BATCH_NORM = re.compile(r"batch_?norm", re.IGNORECASE)
@@ -605,15 +603,15 @@ def folding_remarks(model: Model) -> Iterator[str]:
     layers = [node for node in nodes if node.op_type in ("Conv", "ConvTranspose", "Gemm") and _has_bias(node)]
     traces = [node for node in layers if _had_batch_norm(node)]
     normalizes = any(name.endswith("Normalization") or name == "Sqrt" for name in operators)
-    is_quantised = "DequantizeLinear" in operators  # then it is meant to be so
-    if not normalizes and not is_quantised and (traces or _is_residual(layers)):
+    is_quantized = "DequantizeLinear" in operators  # quantization folds BatchNormalization on purpose
+    if not normalizes and not is_quantized and (traces or _is_residual(layers)):
         where = f", such as `{traces[0].name or traces[0].outputs[0].name}`" if traces else ""
         yield (
-            f"it looks as if BatchNormalization was folded into {len(traces or layers)} of its layers{where}: they "
-            f"train with a weight and a bias each, and without statistics of the batch; to train it as it was, {_AGAIN}"
+            f"BatchNormalization seems to be folded into {len(traces or layers)} of its layers{where}: they train with "
+            f"a weight and a bias each, without batch statistics; to train BatchNormalization, {_AGAIN}"
         )
     if "Dropout" not in operators and any(_was_dropout(node) for node in nodes):
-        yield f"it looks as if Dropout was taken out: nothing is dropped in training; to have it again, {_AGAIN}"
+        yield f"Dropout seems to be removed: nothing is dropped in training; to restore it, {_AGAIN}"
     if model.ir.producer_name == "tf2onnx":
         without = [layer.names[0] for layer in find_layers(model.graph) if layer.bias() is None]
         if without:
@@ -627,15 +625,14 @@ def folding_remarks(model: Model) -> Iterator[str]:
             f"{len(bodies)} tensors in bodies of If, Loop or Scan, such as `{bodies[0]}`, may be weights, and are "
             "trained only if `trainable` (`--trainable`) names them"
         )
-    integers = [node for node in nodes if node.op_type in _QUANTISED]
-    if integers:
+    if integers := [node for node in nodes if node.op_type in _QUANTIZED]:
         yield (
-            f"it computes with integers in {len(integers)} places, such as `{integers[0].op_type}`, whose weights are "
-            "not trained; train the model before it is quantised, or quantise it in the format QDQ"
+            f"{len(integers)} nodes compute with integers, such as `{integers[0].op_type}`: their weights are not "
+            "trained; train the model before quantization, or quantize it in the format QDQ"
         )
 
 
-_QUANTISED = {"QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "QGemm", "DynamicQuantizeMatMul"}
+_QUANTIZED = {"QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "QGemm", "DynamicQuantizeMatMul"}
 
 
 def _has_bias(node: ir.Node) -> bool:

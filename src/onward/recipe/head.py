@@ -8,7 +8,7 @@ before it do not change; shapes behind it get the new number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -61,12 +61,15 @@ def replace_head(
     bias = head.bias()
     _check_alone(changed, head)
     old = head.units
-    after = [] if classes == old else list(_follow(changed, head))
+    after = [] if classes == old else list(downstream(head.output))
+    if any(node.graph is not changed.graph for node in after):
+        raise UnsupportedError(f"the logits of `{head.names[0]}` are read in a nested graph")
     _check_readers(after, old, bias[1] if bias else None)
-    axis = 0 if head.units_first else 1
-    _redraw(changed, head.weight, _resize_axis(head.shape, axis, classes), _with_layout(init, head), seed)
+    weight_shape, axis = list(head.shape), 0 if head.units_first else 1
+    weight_shape[axis] = classes
+    _redraw(changed, head.weight, weight_shape, _with_layout(init, head), seed)
     if bias and (tensor := constant_tensor(bias[0])) is not None and tensor.size == old:
-        shape = tuple(classes if size == old else size for size in tensor.shape.numpy())
+        shape = [classes if size == old else size for size in tensor.shape.numpy()]
         _redraw(changed, bias[0], shape, bias_init, seed)
     _update_shapes(changed, head, after, old, classes)
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
@@ -77,8 +80,8 @@ def refuse_training(model: Model, purpose: str) -> None:
     """Refuse a model with training steps: a change of its layers would break them."""
     if model.steps:
         raise RecipeError(
-            f"the model carries its training, so one cannot {purpose}",
-            hint="strip the training first (`onward strip`), and prepare the changed model",
+            f"cannot {purpose}: the model carries its training",
+            hint="strip it first (`onward strip`), and prepare the changed model",
         )
 
 
@@ -87,10 +90,9 @@ def refuse_training(model: Model, purpose: str) -> None:
 
 def _check_alone(model: Model, head: Layer) -> None:
     """Refuse a head whose weights are shared, quantized or grouped."""
-    if head.is_quantised:
+    if head.is_quantized:
         raise UnsupportedError(
-            f"the weight `{head.weight.name}` of the head is quantised",
-            hint="replace the head of the model before quantisation",
+            f"the weight `{head.weight.name}` of the head is quantized", hint="replace the head before quantization"
         )
     if head.node.graph is not model.graph:
         raise UnsupportedError(f"the head `{head.names[0]}` is inside a nested graph")
@@ -105,16 +107,9 @@ def _check_alone(model: Model, head: Layer) -> None:
         if others or value.is_graph_output():
             reader = f"{others[0].op_type} `{others[0].name}`" if others else "the outputs"
             raise UnsupportedError(
-                f"the weight `{value.name}` of the head is tied to another place: it is also read by {reader}",
+                f"the weight `{value.name}` of the head is tied: {reader} also reads it",
                 hint="name another layer with `layer`, or untie the weights before the export",
             )
-
-
-def _follow(model: Model, head: Layer) -> list[ir.Node]:
-    after = list(downstream(head.output))
-    if any(node.graph is not model.graph for node in after):
-        raise UnsupportedError(f"the logits of `{head.names[0]}` are read in a nested graph")
-    return after
 
 
 _SIZES = {"Reshape": 1, "Resize": 3, "Expand": 1}
@@ -130,15 +125,11 @@ def _check_readers(after: list[ir.Node], old: int, bias_node: ir.Node | None) ->
             if old in tensor.shape.numpy():
                 raise UnsupportedError(
                     f"`{value.name}`, which {node.op_type} `{node.name}` reads after the head, is for {old} classes",
-                    hint="cut it off first (`onward extract`)",
+                    hint="cut it off first: `onward extract`",
                 )
 
 
 # ---- changing it -----------------------------------------------------------------------------------------------------
-
-
-def _resize_axis(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
-    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
 def _with_layout(init: _Init, head: Layer) -> Spec:
@@ -149,10 +140,10 @@ def _with_layout(init: _Init, head: Layer) -> Spec:
     return Spec(spec.name, {**spec.options, "layout": "torch" if head.units_first else "keras"})
 
 
-def _redraw(model: Model, value: ir.Value, shape: tuple[int, ...], init: _Init, seed: int) -> None:
+def _redraw(model: Model, value: ir.Value, shape: Sequence[int], init: _Init, seed: int) -> None:
     stored = expose(model.graph, value)
     assert stored.const_value is not None and stored.name is not None
-    (tensor,) = draw_initial_values([Drawn(stored.name, stored.const_value.dtype, shape, init)], seed)
+    (tensor,) = draw_initial_values([Drawn(stored.name, stored.const_value.dtype, tuple(shape), init)], seed)
     stored.const_value = with_tags(tensor, role="parameter", slot=HEAD)
     stored.shape = ir.Shape(shape)
 
@@ -174,13 +165,8 @@ def _update_shapes(model: Model, head: Layer, after: list[ir.Node], old: int, ne
             value.shape = None
         elif value.shape is None or len(value.shape) == len(shape):
             inferred = value.shape or ir.Shape([None] * len(shape))
-            value.shape = ir.Shape([_dimension(was, now, old) for was, now in zip(shape, inferred, strict=True)])
-
-
-def _dimension(was: int | ir.SymbolicDim, now: int | ir.SymbolicDim, old: int) -> int | ir.SymbolicDim | None:
-    if isinstance(now, int):
-        return now
-    return None if was == old else was
+            dims = zip(shape, inferred, strict=True)
+            value.shape = ir.Shape([d if isinstance(d, int) else None if was == old else was for was, d in dims])
 
 
 def _tell_size(model: Model, node: ir.Node, position: int, old: int, new: int) -> None:
@@ -190,16 +176,19 @@ def _tell_size(model: Model, node: ir.Node, position: int, old: int, new: int) -
         return
     shape = node.inputs[0].shape if node.inputs[0] is not None else None
     if sum(_integers(piece).count(old) for piece in pieces) > 1 or (shape is not None and list(shape).count(old) > 1):
-        raise UnsupportedError(
-            f"it is not clear which size {old} of {node.op_type} `{node.name}` is the one of classes"
-        )
+        raise UnsupportedError(f"several sizes of {node.op_type} `{node.name}` are {old}, as the number of classes")
     ((reader, index),) = pieces
     value = reader.inputs[index]
     assert value is not None
     sizes = np.asarray([new if size == old else size for size in _integers(pieces[0])], np.int64)
     changed = add_initializer(model.graph, model.names().fresh(f"{value.name}/resized"), sizes)
     reader.replace_input_with(index, changed)
-    _drop_unread(model, value)
+    if value.uses() or value.is_graph_output():
+        return
+    if (producer := value.producer()) is not None:
+        model.graph.remove(producer, safe=True)
+    elif value.name is not None and value.is_initializer() and not value.is_graph_input():
+        del model.graph.initializers[value.name]
 
 
 def _pieces(node: ir.Node, index: int) -> list[tuple[ir.Node, int]]:
@@ -213,12 +202,3 @@ def _pieces(node: ir.Node, index: int) -> list[tuple[ir.Node, int]]:
 
 def _integers(piece: tuple[ir.Node, int]) -> tuple[int, ...]:
     return constant_ints(piece[0].inputs[piece[1]]) or ()
-
-
-def _drop_unread(model: Model, value: ir.Value) -> None:
-    if value.uses() or value.is_graph_output():
-        return
-    if (producer := value.producer()) is not None:
-        model.graph.remove(producer, safe=True)
-    elif value.name is not None and value.is_initializer() and not value.is_graph_input():
-        del model.graph.initializers[value.name]

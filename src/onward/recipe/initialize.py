@@ -22,7 +22,7 @@ from onward.errors import RecipeError, UnknownNameError, suggest_or_list
 from onward.model import Model
 from onward.model.state import without_tags
 from onward.recipe import random
-from onward.recipe.spec import Spec, check_options, lookup, parse, split_address
+from onward.recipe.spec import Spec, check_options, checked_number, lookup, parse, split_address
 from onward.recipe.step_builder import StepBuilder, register
 from onward.recipe.trainable import matching
 from onward.runtime.sessions import evaluate
@@ -45,7 +45,7 @@ class Draw(NamedTuple):
     def uniform(self, low: float, high: float) -> Expr:
         return random.uniform(self.op, self.key, self._dims(), self.dtype) * (high - low) + low
 
-    def centred_uniform(self, std: float) -> Expr:
+    def centered_uniform(self, std: float) -> Expr:
         return self.uniform(-math.sqrt(3) * std, math.sqrt(3) * std)
 
     def normal(self, mean: float, std: float) -> Expr:
@@ -62,8 +62,8 @@ class Draw(NamedTuple):
         """Return fan_in and fan_out as PyTorch (`torch`) or Keras (`keras`) computes them."""
         if len(self.shape) < 2:
             raise RecipeError(
-                f"`{self.name}` has no fan_in and fan_out: its shape {list(self.shape)} has fewer than two axes",
-                hint="take `zeros`, `normal` or `uniform` for it",
+                f"`{self.name}` has no fan_in: its shape {list(self.shape)} has fewer than two axes",
+                hint=f"write `init={self.name}=zeros`",
             )
         shape = self.shape if layout == "torch" else (self.shape[-1], self.shape[-2], *self.shape[:-2])
         units_out, units_in, *kernel = (max(size, 1) for size in shape)
@@ -91,23 +91,20 @@ class Initializer:
     def build(self, op: Builder, key: Expr, value: ir.Value, /, **options: Any) -> Expr:
         """Return an initial value for `value`; use a new key for every weight."""
         if value.shape is None or not value.shape.is_static() or value.dtype is None:
-            raise RecipeError(f"`{value.name}` cannot be initialised: its shape or type is not known")
+            raise RecipeError(f"`{value.name}` cannot be initialized: its shape or type is unknown")
         dtype = DOUBLE if value.dtype == DOUBLE else FLOAT
         site = Draw(op, key, tuple(value.shape.numpy()), dtype, value.name or "the weight")
         drawn = self.draw(site, **self.resolve(options))
         return (drawn if dtype == value.dtype else op.Cast(drawn, to=value.dtype)).like(value)
 
     def _option(self, name: str, value: Any) -> float | str:
-        if name in self.choices:
-            if value in self.choices[name]:
-                return value
+        what = f"`{name}` of initializer `{self.name}`"
+        if name not in self.choices:
+            return checked_number(what, value)
+        if value not in self.choices[name]:
             choices = " or ".join(f"`{choice}`" for choice in self.choices[name])
-            raise RecipeError(f"`{name}` of initializer `{self.name}` is {value!r}, but must be {choices}")
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            message = f"`{name}` of initializer `{self.name}` is {value!r}, but must be a number"
-            raise RecipeError(message) from None
+            raise RecipeError(f"{what} is {value!r}, but must be {choices}")
+        return value
 
 
 INITIALIZERS: dict[str, Initializer] = {}
@@ -175,7 +172,7 @@ _add("truncated_normal", "normal, cut at mean - 2 std and mean + 2 std", Draw.tr
 _add(
     "xavier_uniform",
     "uniform, with std = gain sqrt(2 / (fan_in + fan_out))",
-    lambda draw, **options: draw.centred_uniform(_xavier_std(draw, **options)),
+    lambda draw, **options: draw.centered_uniform(_xavier_std(draw, **options)),
     gain=1.0,
     layout=LAYOUTS,
 )
@@ -189,7 +186,7 @@ _add(
 _add(
     "kaiming_uniform",
     "uniform, with std = gain of the nonlinearity / sqrt(fan)",
-    lambda draw, **options: draw.centred_uniform(_kaiming_std(draw, **options)),
+    lambda draw, **options: draw.centered_uniform(_kaiming_std(draw, **options)),
     **_KAIMING,
 )
 _add(
@@ -264,11 +261,9 @@ def by_pattern(init: str | Sequence[str] | Mapping[str, Any]) -> str | Mapping[s
         pattern, spec = split_address(text, INITIALIZERS)
         pattern = "*" if pattern is None else pattern
         if pattern in specs:
-            raise RecipeError(
-                f"`{pattern}` is given twice", hint="the first pattern that matches counts; give each once"
-            )
+            raise RecipeError(f"`init` has the pattern `{pattern}` twice", hint="write it once")
         specs[pattern] = spec
-    everything = specs.pop("*", _FILE)  # what is for all comes last, wherever it stood
+    everything = specs.pop("*", _FILE)  # the first match counts, so `*` must be the last
     return {**specs, "*": everything} if specs else everything
 
 
@@ -278,7 +273,7 @@ def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]
     for pattern in init if isinstance(init, Mapping) and "name" not in init else ():
         if pattern != "*" and not matching([pattern], names):
             hint = suggest_or_list(pattern.strip("*"), names)
-            raise UnknownNameError(f"`{pattern}`, which has an initializer, matches no parameter", hint=hint)
+            raise UnknownNameError(f"`{pattern}` of `init` matches no trained parameter", hint=hint)
 
 
 def bind_initial_value(builder: StepBuilder, value: ir.Value, init: str | Mapping[str, Any]) -> None:

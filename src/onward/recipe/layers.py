@@ -16,10 +16,7 @@ from onward.standard import is_standard
 _TORCH_SCOPES = "pkg.torch.onnx.name_scopes"
 _PRODUCTS = {"MatMul", "Gemm", "Conv"}
 _ON_THE_WAY = {"Identity", "Transpose", "Cast", "QuantizeLinear", "DequantizeLinear"}
-_MOST_LISTED = 8
-
-# What may stand between the layer that gives the logits and an output, reading the logits as its
-# first input.
+# Operators that may stand between the logits, which they read as first input, and an output.
 _AFTER_LOGITS = {
     "ArgMax", "AveragePool", "Cast", "Clip", "Dropout", "Flatten", "Gather", "GlobalAveragePool", "GlobalMaxPool",
     "Identity", "LogSoftmax", "NegativeLogLikelihoodLoss", "ReduceMax", "ReduceMean", "Relu", "Reshape", "Resize",
@@ -42,7 +39,7 @@ class Layer:
         return self.node.op_type == "Conv"
 
     @property
-    def is_quantised(self) -> bool:
+    def is_quantized(self) -> bool:
         return any(node.op_type == "DequantizeLinear" for node in self.path)
 
     @property
@@ -151,7 +148,7 @@ def find_head(model: Model, name: str | None = None) -> Layer:
     if name is not None:
         named = [layer for layer in candidates if name in layer.names]
         if len(named) != 1:
-            problem = f"there is no layer `{name}`" if not named else f"`{name}` is the name of {len(named)} layers"
+            problem = f"no layer `{name}`" if not named else f"`{name}` is the name of {len(named)} layers"
             names = [other for layer in candidates for other in layer.names]
             raise UnknownNameError(problem, hint=suggest(name, names) or listing(candidates))
         return named[0]
@@ -159,7 +156,7 @@ def find_head(model: Model, name: str | None = None) -> Layer:
     heads = dict.fromkeys(head for output in model.outputs if (head := _before(output, by_node)) is not None)
     if len(heads) == 1:
         return next(iter(heads))
-    problem = "it is not clear which layer gives the logits" if heads else "no layer gives the logits of an output"
+    problem = f"{len(heads)} layers may give the logits" if heads else "no layer gives the logits of an output"
     raise UnknownNameError(problem, hint=listing(heads or candidates, "name it with `layer`; "))
 
 
@@ -182,8 +179,8 @@ def listing(candidates: Iterable[Layer], before: str = "") -> str:
     """Return a hint that lists layers, the last ones first."""
     names = list(dict.fromkeys(layer.names[0] for layer in candidates))[::-1]
     if not names:
-        return "there is no MatMul, Gemm or Conv with a stored weight; inline functions first (`onward inline`)"
-    return f"{before}there are {', '.join(names[:_MOST_LISTED])}{', ...' if len(names) > _MOST_LISTED else ''}"
+        return "inline functions first (`onward inline`): no MatMul, Gemm or Conv has a stored weight"
+    return f"{before}there are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
 
 
 def downstream(value: ir.Value) -> Iterator[ir.Node]:

@@ -43,8 +43,8 @@ def _check_sizes(predictions: np.ndarray, targets: np.ndarray) -> None:
     if predictions.size != targets.size or len(predictions) != len(targets):
         shapes = f"{list(predictions.shape)} and {list(targets.shape)}"
         raise RecipeError(
-            f"this metric compares predictions with as many targets, and a batch has {shapes} of them",
-            hint="choose others: `metrics=[]` measures the loss alone",
+            f"predictions and targets of a metric differ in shape: {shapes}",
+            hint="choose other metrics, or `metrics=[]` for the loss alone",
         )
 
 
@@ -240,7 +240,7 @@ class _OfAmounts(Metric):
         if not other._count:
             return
         self._absolute, self._squared = self._absolute + other._absolute, self._squared + other._squared
-        shift, total = other._mean - self._mean, self._count + other._count  # as Chan and others add variances up
+        shift, total = other._mean - self._mean, self._count + other._count  # Chan et al. 1979: sums of variances
         self._variation = self._variation + other._variation + shift**2 * (self._count * other._count / total)
         self._mean = self._mean + shift * (other._count / total)
         self._count = total
@@ -270,7 +270,7 @@ class R2(_OfAmounts):
     def result(self) -> float:
         if not self._count:
             return float("nan")
-        perfect = np.where(self._squared == 0, 1.0, 0.0)  # what it is where nothing varies
+        perfect = np.where(self._squared == 0, 1.0, 0.0)  # for constant targets, as scikit-learn
         varies = self._variation > 0
         return float(np.mean(np.where(varies, 1 - self._squared / np.where(varies, self._variation, 1.0), perfect)))
 
@@ -288,7 +288,7 @@ METRICS: Mapping[str, type[Metric]] = {
 }
 
 
-OF_CLASSES = tuple(name for name, kind in METRICS.items() if issubclass(kind, _OfClasses))
+OF_CLASSES = tuple(name for name, metric in METRICS.items() if issubclass(metric, _OfClasses))
 """Metrics of class indices; others are of amounts."""
 
 
@@ -360,10 +360,9 @@ def labels_of(training: Model) -> Labels | None:
         if not loss.by_number or loss.target is None or shape is None or len(shape) < 2:
             continue
         if isinstance(count := shape[loss.axis], int):
-            # The standard's operator ignores what it is told to; smoothed cross-entropy is a
-            # function of our own.
-            unsaid = NO_LABEL if loss.options.get("label_smoothing") else None
-            return Labels(loss.target, count, loss.options.get("ignore_index", unsaid))
+            # Only smoothed cross-entropy, a function of Onward, ignores a label by default.
+            default = NO_LABEL if loss.options.get("label_smoothing") else None
+            return Labels(loss.target, count, loss.options.get("ignore_index", default))
     return None
 
 
@@ -389,17 +388,17 @@ class Measures:
         for name in self.names:
             if name == OF_LOSS:
                 continue
-            make(name)  # which refuses what there is not
+            make(name)  # raises if it is unknown
             if self.are_classes and parse(name).name not in OF_CLASSES:
                 raise RecipeError(
-                    f"`{name}` compares amounts, and the targets of this loss are numbers of classes",
-                    hint=f"for these there are {', '.join(OF_CLASSES)} and {OF_LOSS}",
+                    f"`{name}` compares amounts, but the targets are class indices",
+                    hint=f"choose among {', '.join(OF_CLASSES)} and {OF_LOSS}",
                 )
         lookup("metric to monitor", self.monitor, dict.fromkeys(("loss", *self.names)))
         if any(name != OF_LOSS for name in self.names) and (self.output is None or self.target is None):
             raise RecipeError(
-                f"`{self.names[0]}` compares predictions with targets, and the loss of this model does not say which",
-                hint="only `perplexity` comes from the loss alone",
+                f"`{self.names[0]}` needs predictions and targets, which the loss does not name",
+                hint=f"choose `{OF_LOSS}`, which needs the loss alone",
             )
 
     def make(self) -> dict[str, Metric]:
@@ -430,12 +429,12 @@ _THRESHOLDS = {"binary_cross_entropy": 0.5, "bce_with_logits": 0.0, "hinge": 0.0
 """Losses of decisions -> the threshold above which their output means yes."""
 
 
-def chosen_metrics(training: Model, given: Sequence[str] | str | None, monitor: str | None) -> tuple[str, ...]:
+def chosen_metrics(training: Model, metrics: Sequence[str] | str | None, monitor: str | None) -> tuple[str, ...]:
     """Return the names of metrics: `metrics`, or that of the loss, and the monitored one."""
     losses = objectives(training)
-    if given is None:
-        given = (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
-    chosen = (given,) if isinstance(given, str) else tuple(given)
+    if metrics is None:
+        metrics = (_SUITABLE[losses[0].name],) if len(losses) == 1 and losses[0].name in _SUITABLE else ()
+    chosen = (metrics,) if isinstance(metrics, str) else tuple(metrics)
     return chosen if monitor in (None, "loss", *chosen) else (*chosen, str(monitor))
 
 

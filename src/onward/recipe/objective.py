@@ -11,13 +11,13 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.errors import RecipeError, UnknownNameError, suggest
+from onward.errors import RecipeError, UnknownNameError, list_names, suggest
 from onward.model import Model, load
 from onward.model.core import all_names, tensor_of, values
 from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.losses.definitions import one_of, reduce_loss
-from onward.recipe.spec import Spec, check_options, parse, split_address
+from onward.recipe.spec import Spec, check_options, checked_number, parse, split_address
 from onward.recipe.step_builder import StepBuilder, embed
 from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
@@ -64,17 +64,12 @@ def terms(loss: Any) -> list[Term]:
         return [Term(Spec(_EXISTING, {"name": loss.partition(":")[2]}), output=loss.partition(":")[2])]
     spec = parse(loss)
     scale, constant = _number(spec, "scale"), _number(spec, "constant")
-    return [Term(spec.without("scale").without("constant"), output, 1.0 if scale is None else scale, constant)]
+    return [Term(spec.without("scale", "constant"), output, 1.0 if scale is None else scale, constant)]
 
 
 def _number(spec: Spec, option: str) -> float | None:
     number = spec.options.get(option)
-    if number is not None and not isinstance(number, int | float):
-        raise RecipeError(
-            f"the {option} of the loss `{spec.name}` is `{number}`, not a number",
-            hint=f"write `{spec.name}:{option}=0.5`",
-        )
-    return None if number is None else float(number)
+    return None if number is None else checked_number(f"`{option}` of the loss `{spec.name}`", number)
 
 
 def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
@@ -90,18 +85,15 @@ def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir
     if term.output is not None:
         if term.output not in by_name:
             hint = suggest(term.output, by_name) or f"the outputs are {', '.join(v.name or '' for v in model.outputs)}"
-            raise UnknownNameError(f"there is no value `{term.output}` for the loss `{term.spec.name}`", hint=hint)
+            raise UnknownNameError(f"no value `{term.output}` for the loss `{term.spec.name}`", hint=hint)
         return tensor_of(by_name[term.output])
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if not floating:
-        raise RecipeError("the model has no floating-point output that a loss could look at")
+        raise RecipeError("the model has no floating-point output for a loss")
     if len(floating) > 1 and term.custom is None:
-        listed = ", ".join(f"`{value.name}`" for value in floating)
-        name = floating[0].name
-        raise RecipeError(
-            f"the model has several outputs: {listed}; the loss must say which one it is for",
-            hint=f"write `{name}={term.spec}`, or give one loss for each",
-        )
+        outputs = list_names([value.name or "" for value in floating], 6)
+        hint = f"write `{floating[0].name}={term.spec}`, or one loss for each output"
+        raise RecipeError(f"the loss `{term.spec.name}` does not name one of several outputs: {outputs}", hint=hint)
     return tensor_of(floating[0])
 
 
@@ -120,20 +112,18 @@ def build(
         prediction = builder.op.scoped("loss")(trained.get(value, value))
         if weights is not None and (term.custom is not None or term.spec.name == _EXISTING):
             raise RecipeError(
-                f"the loss `{term.spec.name}` does not say what each sample adds, so that they cannot be weighted",
-                hint="take a loss by name, or let yours have an input for weights",
+                f"`sample_weight` cannot weight the loss `{term.spec.name}`, which has no value per sample",
+                hint="choose a loss by name, or add an input for weights to yours",
             )
         if term.custom is not None:
             result, inputs = _custom(builder, term, prediction, trained)
         elif term.spec.name == _EXISTING:
             result, inputs = prediction, []
         else:
-            result, inputs = _add_named_loss(builder, term, prediction, value, weights)
+            result, inputs = _named(builder, term, prediction, value, weights)
         if result.value.shape is not None and len(result.value.shape) and any(d != 1 for d in result.value.shape):
-            raise RecipeError(
-                f"the loss `{term.spec.name}` gives a tensor of shape {result.value.shape}, not one number",
-                hint="reduce it to a mean or a sum",
-            )
+            message = f"the loss `{term.spec.name}` has the shape {result.value.shape} and is not one number"
+            raise RecipeError(message, hint="reduce it to a mean or a sum")
         facts.append(term.fact(value.name or "", inputs))
         if term.scale != 1.0:
             scale = builder.hyper(f"loss/{value.name}/scale", term.scale)
@@ -144,7 +134,7 @@ def build(
     return total
 
 
-def _add_named_loss(
+def _named(
     builder: StepBuilder, term: Term, prediction: Expr, value: ir.Value, weights: SampleWeights | None
 ) -> tuple[Expr, list[str]]:
     loss = named_loss(term.spec.name)
@@ -155,89 +145,67 @@ def _add_named_loss(
     if term.constant is not None:
         if [target.shape for target in targets] != [value.shape] or targets[0].dtype != value.dtype:
             raise RecipeError(
-                f"the loss `{loss.name}` does not compare its output with numbers, so it takes no `constant`",
-                hint="take one such as `mse` or `bce_with_logits`",
+                f"the loss `{loss.name}` takes no `constant`: its targets are not like its output",
+                hint="choose one such as `mse` or `bce_with_logits`",
             )
-        constant = prediction.op.filled_like(prediction.value, term.constant)
-        return _named(loss, prediction, [constant], options, weights), []
-    taken = {v.name for v in builder.step.algorithm.inputs}
-    inputs = [
-        builder.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape) for t in targets
-    ]
-    return _named(loss, prediction, inputs, options, weights), [x.name for x in inputs]
-
-
-def _named(
-    loss: Loss, prediction: Expr, targets: list[Expr], options: dict[str, Any], weights: SampleWeights | None
-) -> Expr:
+        inputs, names = [prediction.op.filled_like(prediction.value, term.constant)], []
+    else:
+        taken = {v.name for v in builder.step.algorithm.inputs}
+        inputs = [
+            builder.input(t.name if t.name not in taken else f"{value.name}_{t.name}", t.dtype, t.shape)
+            for t in targets
+        ]
+        names = [x.name for x in inputs]
     if weights is not None:
-        return weights.build(loss, prediction, targets, options)
-    return loss.build(prediction.op, prediction, *targets, **options)
+        return weights.build(loss, prediction, inputs, options), names
+    return loss.build(prediction.op, prediction, *inputs, **options), names
 
 
 def _custom(
     builder: StepBuilder, term: Term, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
 ) -> tuple[Expr, list[str]]:
-    custom = term.custom
-    if isinstance(custom, ir.Function) or type(custom).__name__ == "FunctionProto":
-        function = custom.clone() if isinstance(custom, ir.Function) else ir.from_proto(custom)
-        outputs = _outputs_by_name(builder, trained)
-        names = [value.name or f"input{i}" for i, value in enumerate(function.inputs)]
-        matched = any(name in outputs for name in names)
+    """Append a loss model or function. Its inputs are outputs of the model by name, or new inputs."""
+    outputs = {value.name: trained.get(value, value) for value in builder.model.outputs if value.name}
+    added: list[str] = []
+
+    def sources(names: Sequence[str], declared: Sequence[tuple[ir.DataType | None, ir.Shape | None]]) -> list[ir.Value]:
         arguments: list[ir.Value] = []
-        added: list[str] = []
-        for i, name in enumerate(names):
+        has_names = any(name in outputs for name in names)
+        for i, (name, (dtype, shape)) in enumerate(zip(names, declared, strict=True)):
             if name in outputs:
                 arguments.append(outputs[name])
-            elif i == 0 and not matched:
+            elif i == 0 and not has_names:
                 arguments.append(prediction.value)
-            else:
-                declared = function.inputs[i]
-                dtype = declared.dtype or prediction.dtype or ir.DataType.FLOAT
-                shape = declared.shape or (None if declared.dtype else prediction.value.shape)
-                extra = builder.input(name, dtype, shape)
-                arguments.append(extra.value)
-                added.append(extra.name)
-        builder.model.functions[function.identifier()] = function
-        builder.model.ir.opset_imports.setdefault(function.domain, 1)
-        outcome = prediction.op.node(function.domain, function.name, *arguments, outputs=len(function.outputs))
-        result = outcome if isinstance(outcome, Expr) else outcome[0]
-        if result.dtype is None and prediction.dtype is not None:
-            result.value.type = ir.TensorType(prediction.dtype)
-        return result, added
-    return _loss_model(builder, load(custom), prediction, trained)
-
-
-def _outputs_by_name(builder: StepBuilder, trained: Mapping[ir.Value, ir.Value]) -> dict[str, ir.Value]:
-    return {value.name: trained.get(value, value) for value in builder.model.outputs if value.name}
-
-
-def _loss_model(
-    builder: StepBuilder, loss: Model, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
-) -> tuple[Expr, list[str]]:
-    """Embed a loss model; its inputs are outputs of the model by name, or new inputs."""
-    loss = add_prefix(convert_opset(loss, builder.model.opset), "loss/")
-    outputs = _outputs_by_name(builder, trained)
-    input_names = {value: (value.name or "").removeprefix("loss/") for value in loss.inputs}
-    matched = any(name in outputs for name in input_names.values())
-    added: list[str] = []
-    sources: dict[ir.Value, ir.Value] = {}
-    for i, (value, name) in enumerate(input_names.items()):
-        if name in outputs:
-            source = outputs[name]
-        elif i == 0 and not matched:
-            source = prediction.value
-        else:
-            if value.dtype is None:
+            elif dtype is None:
                 raise RecipeError(f"the input `{name}` of the loss model has no type")
-            source = builder.input(name, value.dtype, value.shape).value
-            added.append(source.name or "")
-        sources[value] = source
-    result = loss.outputs[0]
-    embed(builder, loss, sources)
-    if result.producer() is None:
-        raise RecipeError("the loss model computes nothing")
-    return prediction.op(result), added
+            else:
+                arguments.append(builder.input(name, dtype, shape).value)
+                added.append(arguments[-1].name or "")
+        return arguments
+
+    custom = term.custom
+    if not isinstance(custom, ir.Function) and type(custom).__name__ != "FunctionProto":
+        loss = add_prefix(convert_opset(load(custom), builder.model.opset), "loss/")
+        names = [(value.name or "").removeprefix("loss/") for value in loss.inputs]
+        values = sources(names, [(value.dtype, value.shape) for value in loss.inputs])
+        output = loss.outputs[0]
+        embed(builder, loss, dict(zip(loss.inputs, values, strict=True)))
+        if output.producer() is None:
+            raise RecipeError("the loss model computes nothing")
+        return prediction.op(output), added
+    function = custom.clone() if isinstance(custom, ir.Function) else ir.from_proto(custom)
+    usual = prediction.dtype or ir.DataType.FLOAT  # inputs of functions need no type
+    arguments = sources(
+        [value.name or f"input{i}" for i, value in enumerate(function.inputs)],
+        [(v.dtype or usual, v.shape or (None if v.dtype else prediction.value.shape)) for v in function.inputs],
+    )
+    builder.model.functions[function.identifier()] = function
+    builder.model.ir.opset_imports.setdefault(function.domain, 1)
+    outcome = prediction.op.node(function.domain, function.name, *arguments, outputs=len(function.outputs))
+    result = outcome if isinstance(outcome, Expr) else outcome[0]
+    if result.dtype is None and prediction.dtype is not None:
+        result.value.type = ir.TensorType(prediction.dtype)
+    return result, added
 
 
 def scalar(loss: Expr) -> Expr:
@@ -250,7 +218,7 @@ def scalar(loss: Expr) -> Expr:
     return reduced
 
 
-# ---- losses on values that they are not for --------------------------------------------------------------------------
+# ---- losses on unsuitable values -------------------------------------------------------------------------------------
 
 
 _HANDED_ON = {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Cast", "Normalizer"}
@@ -272,31 +240,25 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
     """Yield a sentence for each loss that reads probabilities instead of scores, or the reverse."""
     for term, value in zip(summands, predictions, strict=True):
         loss = LOSSES.get(term.spec.name)
-        made_by = value.producer()
-        while made_by is not None and made_by.op_type in _HANDED_ON and made_by.inputs and made_by.inputs[0]:
-            made_by = made_by.inputs[0].producer()
-        if made_by is None or loss is None or term.custom is not None:
+        node = value.producer()
+        while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0]:
+            node = node.inputs[0].producer()
+        if node is None or loss is None or term.custom is not None:
             continue
-        instead = _NOT_FOR_PROBABILITIES.get((loss.name, made_by.op_type))
-        if instead is not None and made_by.inputs and made_by.inputs[0] is not None:
-            way_out = f"{made_by.inputs[0].name}={instead}"
-            yield (
-                f"the loss `{loss.name}` is not for probabilities, and `{value.name}` comes out of a "
-                f'{made_by.op_type}; look at what goes in: `loss="{way_out}"` (`--loss {way_out}`)'
-            )
-        elif loss.name == "binary_cross_entropy" and made_by.op_type in _GIVE_SCORES:
-            yield (
-                f"the loss `{loss.name}` is for probabilities, and `{value.name}` comes out of a {made_by.op_type}; "
-                'for scores there is `loss="bce_with_logits"` (`--loss bce_with_logits`)'
-            )
+        instead = _NOT_FOR_PROBABILITIES.get((loss.name, node.op_type))
+        if instead is not None and node.inputs and node.inputs[0] is not None:
+            problem, spec = f"for logits, but `{value.name}` has probabilities", f"{node.inputs[0].name}={instead}"
+        elif loss.name == "binary_cross_entropy" and node.op_type in _GIVE_SCORES:
+            problem, spec = f"for probabilities, but `{value.name}` has logits", "bce_with_logits"
+        else:
+            continue
+        yield f'the loss `{loss.name}` is {problem} ({node.op_type}); use `loss="{spec}"` (`--loss {spec}`)'
 
 
 # ---- weights of samples ----------------------------------------------------------------------------------------------
 
-# As in PyTorch, `(loss(x, y, reduction="none") * weight).mean()`, which is what Keras does with
-# `sample_weight`; or divided by the sum of the weights, as Keras does with
-# `reduction="mean_with_sample_weight"`.
-
+# As PyTorch's `(loss(x, y, reduction="none") * weight).mean()` and Keras's `sample_weight`; or divided
+# by the sum of the weights, as Keras's `reduction="mean_with_sample_weight"`.
 
 _NOT_OF_SAMPLES = ("ctc",)
 """Losses whose mean is not the mean of the losses per sample."""
@@ -310,17 +272,17 @@ class SampleWeights:
     by: str
 
     @classmethod
-    def of(cls, given: Any, builder: StepBuilder) -> SampleWeights | None:
+    def of(cls, sample_weight: Any, builder: StepBuilder) -> SampleWeights | None:
         """Add the input for `weight` or `weight:by=weights` to a step."""
-        if given is None:
+        if sample_weight is None:
             return None
-        spec = parse(given)
+        spec = parse(sample_weight)
         check_options("`sample_weight`", spec.options, {"by": "count"})
         by = one_of("`by` of `sample_weight`", spec.options.get("by", "count"), "count", "weights")
         if spec.name in all_names(builder.model.graph):
             raise RecipeError(
-                f"the model has something called `{spec.name}` already, so weights of samples cannot be",
-                hint=f"call the input otherwise, and say which column it takes: `--column w={spec.name}`",
+                f"`sample_weight` is `{spec.name}`, which is a name in the model",
+                hint=f"name it `w`, and its column with `--column w={spec.name}`",
             )
         batch = next(iter(next((v.shape for v in builder.model.inputs if v.shape is not None), ())), None)
         return cls(builder.input(spec.name, ir.DataType.FLOAT, ir.Shape([batch])), by)
@@ -330,7 +292,7 @@ class SampleWeights:
         reduction = {**loss.options, **options}["reduction"]
         if loss.name in _NOT_OF_SAMPLES:
             raise RecipeError(
-                f"the loss `{loss.name}` divides by more than the number of samples, so that these cannot be weighted",
+                f"`sample_weight` cannot weight the loss `{loss.name}`: it weights its samples itself",
                 hint="leave `sample_weight` out",
             )
         op = prediction.op

@@ -55,12 +55,12 @@ class Recipe(Fields, StepOptions):
         recipe = onward.Recipe(loss="cross_entropy", optimizer="adamw:lr=1e-3", clip="norm:1")
         training = recipe.apply(onward.load("digits.onnx"))
 
-    `dataclasses.replace(recipe, seed=1)` makes another like it.
+    `dataclasses.replace(recipe, seed=1)` returns a changed copy.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._resolved()
+        self._resolved()  # raises if fields contradict one another
 
     def _resolved(self) -> dict[str, Any]:
         """Return the recipe with fields that have several spellings in one form."""
@@ -72,7 +72,7 @@ class Recipe(Fields, StepOptions):
         if model.steps and not self.append:
             raise RecipeError(
                 "the model already carries its training",
-                hint="strip it first (`onward strip`), or add a second step with `append=True` (`--append`)",
+                hint="strip it first (`onward strip`), or add a step with `append=True` (`--append`)",
             )
         model = model.copy()
         restored = restore(model)
@@ -88,7 +88,7 @@ class Recipe(Fields, StepOptions):
             model = inline(model, hidden)
         if written := write_padding(model):
             warn(f"SAME padding of {list_names(written, 3)} is written out: ONNX Runtime computes it differently")
-        link_gradients(model.graph)  # a loss of a gradient depends on what the gradient is of
+        link_gradients(model.graph)  # so that a loss of a gradient depends on what the gradient is of
         open_linear(model)
         summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
@@ -107,7 +107,7 @@ class Recipe(Fields, StepOptions):
         masks = self._prune(model, selection.parameters)
         varied = {} if is_empty(self.augment) else preprocessing.by_input(model, self.augment)
         inputs = [value.name or "" for value in model.inputs]
-        # now that it is known what is trained: nothing of this
+        # After the selection, so that no constant of the preprocessing is trained.
         entries = {} if before is None else preprocessing.put_before(model, before)
         builder = StepBuilder(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
         augmentation = None
@@ -164,23 +164,20 @@ class Recipe(Fields, StepOptions):
             return {}
         if self.init != "file":
             raise RecipeError(
-                "weights that are drawn anew have no size by which they could be pruned",
-                hint="train the model first, and prune what comes out",
+                "`prune` cannot rank the weights that `init` draws", hint="train first, and prune the trained model"
             )
         return prune.prune(model, parameters, self.prune)
 
     def _distillation(self) -> Distillation | None:
         if self.teacher is not None and self.sample_weight is not None:
-            raise RecipeError(
-                "samples cannot be weighted where a teacher is learned from", hint="leave one of both out"
-            )
+            raise RecipeError("`sample_weight` does not work with `teacher`", hint="leave one of them out")
         if self.teacher is not None:
             distill = "kl" if is_empty(self.distill) else self.distill
             return Distillation(cast(Source, self.teacher), distill, alone=self.loss is None)
         if self.distill is not None:
-            raise RecipeError("`distill` says how to learn from a teacher, but there is none", hint="give a `teacher`")
+            raise RecipeError("`distill` needs a `teacher`", hint='write `teacher="large.onnx"`')
         if self.loss is None:
-            raise RecipeError("there is nothing to learn from", hint="give a `loss`, or a `teacher`")
+            raise RecipeError("nothing to learn from", hint='write `loss="mse"`, or `teacher="large.onnx"`')
         return None
 
     def _train(
@@ -247,8 +244,8 @@ def _inputs_in_training(
     return {name: trained.get(value, value) for name, value in read.items() if name in entries or value in trained}
 
 
-def _patterns(given: Sequence[str] | str | None) -> Sequence[str] | None:
-    return [given] if isinstance(given, str) else given
+def _patterns(option: Sequence[str] | str | None) -> Sequence[str] | None:
+    return [option] if isinstance(option, str) else option
 
 
 def _gradients(builder: StepBuilder, loss: Expr, parameters: Sequence[ir.Value]) -> dict[ir.Value, Expr]:
@@ -280,10 +277,10 @@ def _independent(loss: ir.Value, builder: StepBuilder) -> list[ir.Value]:
 
 
 def _selection_fact(selection: Selection) -> dict[str, Any]:
-    roles: dict[str, dict[str, list[str]]] = {}
+    names: dict[str, dict[str, list[str]]] = {}
     for choice in selection.choices:
-        roles.setdefault(choice.role, {}).setdefault(choice.reason, []).append(choice.name)
-    return roles
+        names.setdefault(choice.role, {}).setdefault(choice.reason, []).append(choice.name)
+    return names
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Pruning: weights of layers that are zero and stay zero while the others are trained.
+"""Pruning: the smallest weights of layers become zero, and stay zero while the others are trained.
 
-Sizes in the file decide once: masks are constants of the step. Gradients and new weights go through
-them, so that the zeros stay with any optimizer.
+Masks are constants of the step. Gradients and new weights are masked, so that any optimizer keeps
+the zeros.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onward.arguments import Range
 from onward.build import Expr
 from onward.errors import RecipeError, UnknownNameError
 from onward.model import Model
 from onward.model.state import with_metadata
 from onward.recipe.layers import Layer, layers, listing
-from onward.recipe.spec import check_options, parse
+from onward.recipe.spec import check_options, checked_number, parse
 from onward.recipe.step_builder import StepBuilder, register
 from onward.recipe.trainable import matching
 
@@ -29,38 +30,32 @@ Masks = dict[ir.Value, np.ndarray]
 """Weights -> the mask of their remaining numbers."""
 
 
-def prune(model: Model, parameters: Sequence[ir.Value], given: str | Mapping[str, Any]) -> Masks:
+def prune(model: Model, parameters: Sequence[ir.Value], settings: str | Mapping[str, Any]) -> Masks:
     """Set the smallest trained weights to zero, in place.
 
     `magnitude:sparsity=0.5` removes that share of each weight. `2of4` leaves the two largest of
     every four consecutive numbers along the axis that is summed.
     """
-    spec = parse(given)
+    spec = parse(settings)
     match = _SOME_OF.fullmatch(spec.name)
     if not match and spec.name != "magnitude":
-        raise UnknownNameError(f"there is no way to prune `{spec.name}`", hint="there are `magnitude` and `2of4`")
+        raise UnknownNameError(f"no pruning `{spec.name}`", hint="there are `magnitude` and `2of4`")
     defaults = {name: value for name, value in _OPTIONS.items() if name != "sparsity" or not match}
     check_options(f"`prune={spec.name}`", spec.options, defaults)
     options = {**defaults, **spec.options}
     chosen = _chosen(model, parameters, options["targets"], options["keep"])
     left = (int(match[1]), int(match[2])) if match else None
     if left is not None and not 0 < left[0] < left[1]:
-        raise RecipeError(f"`{spec.name}` leaves nothing out, or nothing in", hint="write `2of4`")
+        raise RecipeError(f"`prune={spec.name}` must leave at least one number and remove one", hint="write `2of4`")
+    sparsity = checked_number("`sparsity` of `prune`", options.get("sparsity", 0.5), Range(above=0, below=1))
     masks = {}
     for layer in chosen:
-        array = layer.weight.const_value.numpy()  # type: ignore[union-attr]
-        mask = _largest(array, _share(options["sparsity"])) if left is None else _some_of(layer, array, *left)
-        masks[layer.weight] = mask
         old = layer.weight.const_value
         assert old is not None
+        array = old.numpy()
+        mask = masks[layer.weight] = _largest(array, sparsity) if left is None else _some_of(layer, array, *left)
         layer.weight.const_value = with_metadata(ir.Tensor(array * mask), dict(old.metadata_props), like=old)
     return masks
-
-
-def _share(sparsity: Any) -> float:
-    if isinstance(sparsity, bool) or not isinstance(sparsity, int | float) or not 0 < sparsity < 1:
-        raise RecipeError(f"the sparsity is `{sparsity}`, but must be a number between 0 and 1")
-    return float(sparsity)
 
 
 def _chosen(model: Model, parameters: Sequence[ir.Value], targets: Any, keep: Any) -> list[Layer]:
@@ -92,8 +87,8 @@ def _some_of(layer: Layer, array: np.ndarray, left: int, size: int) -> np.ndarra
     axis = 1 if layer.units_first else 0
     if array.shape[axis] % size:
         raise RecipeError(
-            f"`{layer.names[0]}` sums up {array.shape[axis]} numbers, which cannot be divided by {size}",
-            hint=f"keep it as it is: `keep={layer.names[0]}`",
+            f"`{layer.names[0]}` sums up {array.shape[axis]} numbers, not a multiple of {size}",
+            hint=f"do not prune it: `keep={layer.names[0]}`",
         )
     moved = np.moveaxis(array, axis, -1)
     parts = np.abs(moved).reshape(*moved.shape[:-1], -1, size)
@@ -120,5 +115,4 @@ def _masked(builder: StepBuilder, value: ir.Value, expr: Expr, masks: Masks) -> 
     name = f"{value.name}/mask"
     if name not in builder.values:
         builder.values[name] = register(builder.op, name, ir.Tensor(masks[value]))
-    masked: Expr = builder.op.Where(builder.op(builder.values[name]), builder.op(expr.value), 0.0)
-    return masked
+    return builder.op.Where(builder.op(builder.values[name]), builder.op(expr.value), 0.0)

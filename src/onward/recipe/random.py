@@ -33,7 +33,7 @@ FLOAT, DOUBLE, UINT32, BOOL = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType
 def new_key(seed: int) -> np.ndarray:
     """Return the key of a seed: its upper and its lower 32 bits."""
     if not 0 <= seed < 2**64:
-        raise RecipeError(f"the seed {seed} does not fit into 64 bits", hint="take a seed from 0 to 2^64 - 1")
+        raise RecipeError(f"the seed {seed} does not fit into 64 bits", hint="pass a seed from 0 to 2^64 - 1")
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
 
 
@@ -214,15 +214,15 @@ def _quantiles(op: Builder, numbers: Expr, low: float, width: float) -> Expr:
     return op.call(normal_quantile, numbers, np.float64(low), np.float64(width))
 
 
-def _call(op: Builder, made_by: Function, dtype: ir.DataType, *inputs: Any) -> Expr:
-    result: Expr = op.call(made_by, *inputs)
+def _call(op: Builder, function: Function, dtype: ir.DataType, *inputs: Any) -> Expr:
+    result: Expr = op.call(function, *inputs)
     result.value.type = ir.TensorType(dtype)
     return result
 
 
 def _check_dtype(dtype: ir.DataType) -> ir.DataType:
     if dtype not in (FLOAT, DOUBLE):
-        raise RecipeError(f"random numbers of type {dtype} are not made directly", hint="make float32 and cast them")
+        raise RecipeError(f"random numbers cannot be {dtype}", hint="draw float32 and cast it")
     return dtype
 
 

@@ -26,7 +26,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
-from onward.recipe.spec import ANY, OF_SCHEDULES, check_options, lookup
+from onward.recipe.spec import ANY, OF_SCHEDULES, check_options, checked_number, lookup
 
 DOUBLE = ir.DataType.DOUBLE
 Numbers = dict[str, Any]  # float, or list[float] for milestones
@@ -196,7 +196,7 @@ class Schedule:
         numbers: Numbers = {name: self.number(name, value) for name, value in settings.items()}
         if numbers.get("warmup", 0) >= numbers.get("steps", math.inf):
             message = f"the warm-up of schedule `{self.name}` is not shorter than its {numbers['steps']:g} steps"
-            raise RecipeError(message, hint="`steps` counts all updates, those of the warm-up included")
+            raise RecipeError(message, hint="raise `steps`, which counts all updates, also those of the warm-up")
         return numbers, choices
 
     def build(self, op: Builder, lr: Expr, step: Expr, numbers: Mapping[str, Expr], **choices: str | bool) -> Expr:
@@ -219,28 +219,23 @@ class Schedule:
 
     def _choice(self, name: str, value: Any) -> str | bool:
         if value not in self.choices[name]:
-            hint = "take " + " or ".join(f"`{name}={choice}`" for choice in self.choices[name])
+            hint = "write " + " or ".join(f"`{name}={choice}`" for choice in self.choices[name])
             raise RecipeError(f"schedule `{self.name}` has no choice `{name}={value}`", hint=hint)
         return value
 
     def number(self, name: str, value: Any) -> float | list[float]:
         """Convert an option to a number or a list of numbers."""
         if value is None:
-            hint = f"write it as in `{self.name}:{name}=100`"
-            raise RecipeError(f"schedule `{self.name}` needs the option `{name}`", hint=hint)
+            raise RecipeError(f"schedule `{self.name}` needs `{name}`", hint=f"write `{self.name}:{name}=100`")
         if name == "milestones":
             return [self._scalar(name, item) for item in (value if isinstance(value, Sequence) else [value])]
         return self._scalar(name, value)
 
     def _scalar(self, name: str, value: Any) -> float:
         what = f"`{name}` of schedule `{self.name}`"
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise RecipeError(f"{what} is `{value}`, which is not a number") from None
-        OF_SCHEDULES.get(name, ANY).check(what, number)
-        if name == "every" and number != int(number):
-            raise RecipeError(f"{what} is {number:g}, but must be a whole number")
+        number = checked_number(what, value, OF_SCHEDULES.get(name, ANY))
+        if name == "every" and not number.is_integer():
+            raise RecipeError(f"{what} is {number:g}, but must be an integer")
         return number
 
 
@@ -309,17 +304,11 @@ _add(
 )
 _add(
     "inverse_sqrt",
-    "lr / sqrt(1 + step / timescale), where timescale is `warmup` unless it is given",
+    "lr / sqrt(1 + step / timescale) (default timescale: `warmup`)",
     lambda: inverse_sqrt_schedule,
     timescale=None,
 )
-_add(
-    "warmup",
-    "a straight line from lr * start_factor up to lr",
-    lambda: warmup_schedule,
-    steps=None,
-    start_factor=0.0,
-)
+_add("warmup", "a straight line from lr * start_factor up to lr", lambda: warmup_schedule, steps=None, start_factor=0.0)
 
 
 # ---- sequences -------------------------------------------------------------------------------------------------------
@@ -327,7 +316,7 @@ _add(
 
 @dataclass(frozen=True)
 class SchedulePart:
-    """One schedule of a sequence, its arguments, and the step at which the next one takes over."""
+    """A schedule of a sequence, with its arguments and the step at which the next one begins."""
 
     schedule: Schedule
     numbers: Mapping[str, Expr]
@@ -342,8 +331,8 @@ def sequence(op: Builder, lr: Expr, step: Expr, parts: Sequence[SchedulePart]) -
     """
     first = parts[0]
     rate = first.schedule.build(op, lr, step, first.numbers, **first.choices)
-    for previous, part in pairwise(parts):
+    for previous, following in pairwise(parts):
         since = op.call(steps_since, step, previous.until)
-        following = part.schedule.build(op, lr, since, part.numbers, **part.choices)
-        rate = op.call(schedule_switch, step, previous.until, rate, following)
+        next_rate = following.schedule.build(op, lr, since, following.numbers, **following.choices)
+        rate = op.call(schedule_switch, step, previous.until, rate, next_rate)
     return rate

@@ -40,22 +40,20 @@ def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable
     if isinstance(text, Spec):
         return text
     if isinstance(text, Mapping):
-        if "name" not in text:
-            raise RecipeError(f"{dict(text)} does not say which it is", hint='give it a "name"')
-        if not isinstance(text["name"], str):
-            raise RecipeError(f"the name in {dict(text)} is not a text", hint='such as {"name": "adamw"}')
+        if not isinstance(text.get("name"), str):
+            raise RecipeError(f"{dict(text)} has no name", hint='write `{"name": "adamw", "lr": 1e-3}`')
         # Numbers and arrays of numpy become Python's: options are compared, and written as JSON.
         plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in text.items()}
         return Spec(plain.pop("name"), plain)
     if not isinstance(text, str):
-        raise RecipeError(f"{text!r} is no text and no mapping", hint="write it as `adamw:lr=1e-3`")
+        raise RecipeError(f"{text!r} is not a string or a mapping", hint="write `adamw:lr=1e-3`")
     name, _, rest = text.partition(":")
     if call := re.fullmatch(r"(\w+)[( ]\s*(\w+\s*=.*?)\)?", text.strip()):
-        raise RecipeError(f"`{text}` is not how options are given", hint=f"write it as `{call[1]}:{call[2]}`")
+        raise RecipeError(f"`{text}` is not of the form `name:option=value`", hint=f"write `{call[1]}:{call[2]}`")
     if not name.strip():
-        raise RecipeError(f"`{text}` has no name before its options", hint="write it as `adamw:lr=1e-3`")
+        raise RecipeError(f"`{text}` has no name before its options", hint="write `adamw:lr=1e-3`")
     if functions is not None and rest.strip() and "=" not in _split(rest)[0]:
-        function = functions.get(name.strip())  # whoever looks for it says if there is none
+        function = functions.get(name.strip())  # if there is none, the lookup of the name raises
         first = next(iter(options_of(function)[0]), name) if function is not None else name
         rest = f"{first}={rest}"
     return Spec(name.strip(), parse_options(rest, text))
@@ -70,10 +68,9 @@ def split_address(text: str, known: Container[str]) -> tuple[str | None, str]:
     head, colon, options = text.partition(":")
     if head in known:
         return None, text
-    places = (at for at, character in enumerate(text) if character == "=")
-    for at in places:
-        if text[at + 1 :].partition(":")[0] in known:
-            return text[:at], text[at + 1 :]
+    for sign in re.finditer("=", text):
+        if text[sign.end() :].partition(":")[0] in known:
+            return text[: sign.start()], text[sign.end() :]
     name, equals, word = head.rpartition("=")
     return (name, word + colon + options) if equals else (None, text)
 
@@ -82,14 +79,12 @@ def parse_options(rest: str, whole: str) -> dict[str, Any]:
     """Parse `key=value,key=value`; a comma inside brackets belongs to the value."""
     options: dict[str, Any] = {}
     for item in _split(rest):
-        key, equals, value = item.partition("=")
-        if not equals or not key.strip():
-            raise RecipeError(
-                f"`{item}` in `{whole}` is not `option=value`", hint="write it as `adamw:lr=1e-3,eps=1e-8`"
-            )
-        if key.strip() in options:
-            raise RecipeError(f"`{whole}` gives `{key.strip()}` twice", hint="give it once")
-        options[key.strip()] = _value(value.strip())
+        key, equals, value = (word.strip() for word in item.partition("="))
+        if not equals or not key:
+            raise RecipeError(f"`{item}` in `{whole}` is not `option=value`", hint="write `adamw:lr=1e-3,eps=1e-8`")
+        if key in options:
+            raise RecipeError(f"`{whole}` has `{key}` twice", hint="write it once")
+        options[key] = _value(value)
     return options
 
 
@@ -98,28 +93,25 @@ def by_name(pairs: Iterable[Sequence[str]]) -> dict[str, str]:
     values: dict[str, str] = {}
     for name, value in pairs:
         if name in values:
-            raise RecipeError(f"`{name}` is given twice: as `{values[name]}` and as `{value}`", hint="give it once")
+            raise RecipeError(f"`{name}` is given twice: as `{values[name]}` and `{value}`", hint="pass it once")
         values[name] = value
     return values
 
 
-def arguments(function: Callable[..., Any], given: str | Mapping[str, Any] | int, name: str = "") -> dict[str, Any]:
+def arguments(function: Callable[..., Any], options: str | Mapping[str, Any] | int, name: str = "") -> dict[str, Any]:
     """Parse and check the options of a function: `rank=8,targets=[*query*,*value*]` or a mapping.
 
     The first option may go without its name: `8,targets=*query*`. `name` is for messages.
     """
     name = name or function.__name__
     defaults, required = options_of(function)
-    if isinstance(given, Mapping):
-        options = dict(given)
-    else:
-        text = str(given)
+    if not isinstance(options, Mapping):
+        text = str(options)
         options = parse_options(text if "=" in text.partition(",")[0] else f"{next(iter(defaults))}={text}", text)
     check_options(f"`{name}`", options, defaults)
-    missing = [option for option in required if option not in options]
-    if missing:
+    if missing := [option for option in required if option not in options]:
         raise RecipeError(f"`{name}` needs `{missing[0]}`", hint=f"write `{missing[0]}=...`")
-    return options
+    return dict(options)
 
 
 def options_of(function: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -133,17 +125,27 @@ def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
     """Return the entry named `name`, or raise with a suggestion."""
     if not isinstance(name, str) or name not in table:
         hint = suggest(str(name), table) or f"there are {', '.join(table)}"
-        raise UnknownNameError(f"there is no {what} `{name}`", hint=hint)
+        raise UnknownNameError(f"no {what} `{name}`", hint=hint)
     return table[name]
 
 
-def check_options(what: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+def check_options(what: str, options: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     """Raise if `options` has names that are not in `known`."""
-    unknown = [key for key in given if key not in known]
-    if unknown:
+    if unknown := [key for key in options if key not in known]:
         names = ", ".join(f"`{key}`" for key in unknown)
         hint = suggest(unknown[0], known) or (f"it has: {', '.join(known)}" if known else "it has no options")
         raise RecipeError(f"{what} has no option {names}", hint=hint)
+
+
+def checked_number(what: str, value: Any, within: Range | None = None) -> float:
+    """Convert an option, possibly a string, to a number in a range. `what` names it."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise RecipeError(f"{what} is `{value}`, which is not a number") from None
+    if within is not None:
+        within.check(what, number)
+    return number
 
 
 def words(text: str) -> list[str]:

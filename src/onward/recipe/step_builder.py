@@ -88,7 +88,7 @@ class StepBuilder:
         if new.value.graph is not self.step.algorithm or new.value.is_graph_output() or new.value.producer() is None:
             new = self.op.Identity(new)
         assert value.name is not None
-        self.output(new.named(f"{value.name}/new").like(value))
+        self.step.algorithm.outputs.append(new.named(f"{value.name}/new").like(value).value)
         self.step.update[value.name] = new.name
 
     def amend(self, name: str, change: Callable[[Expr], Expr]) -> None:
@@ -100,15 +100,12 @@ class StepBuilder:
         old.name = self.op.names.fresh(f"{name}/updated")
         self.update(name, change(self.op(old)))
 
-    def output(self, expr: Expr) -> None:
-        self.step.algorithm.outputs.append(expr.value)
-
     def metric(self, name: str, expr: Expr) -> Expr:
         """Add a scalar output that is reported and not bound."""
         if expr.value.producer() is None or expr.value.graph is not self.step.algorithm:
             expr = self.op.Identity(expr)
         expr.value.shape = ir.Shape([])
-        self.output(expr.named(name))
+        self.step.algorithm.outputs.append(expr.named(name).value)
         return expr
 
     def random_key(self, site: str) -> Expr:
@@ -139,8 +136,8 @@ class StepBuilder:
         self._own.add(name)
         if name in self.step.reset:
             raise RecipeError(
-                f"the model trains a tensor `{name}`, and so would training call one of its own",
-                hint=f"give the model's another name first: `onward rename MODEL {name}={name}_of_model`",
+                f"the model trains a tensor `{name}`, a name that training uses itself",
+                hint=f"rename it first: `onward rename MODEL {name}={name}_of_model`",
             )
         value = self.values[name] = register(self.op, name, tensor)
         tensor.name = value.name
@@ -173,7 +170,7 @@ def _empty_graph(name: str) -> ir.Graph:
     return ir.Graph([], [], nodes=[], name=name)
 
 
-# ---- the graph of another model: a loss that somebody drew, or a teacher ---------------------------------------------
+# ---- graphs of other models: losses and teachers ---------------------------------------------------------------------
 
 
 def embed(builder: StepBuilder, model: Model, sources: Mapping[ir.Value, ir.Value]) -> None:

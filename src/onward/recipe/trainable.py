@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -40,13 +41,7 @@ from onward.model import Model
 from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs, source_of
 from onward.recipe.constants import blocks, expose, normalizes_input, stored_shape
-from onward.recipe.exporter_notes import (
-    EXPORTER_CONSTANT,
-    is_exporter_constant,
-    is_held_in_trace,
-    is_traced,
-    origin,
-)
+from onward.recipe.exporter_notes import EXPORTER_CONSTANT, is_exporter_constant, is_held_in_trace, is_traced, origin
 from onward.recipe.layers import find_head
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
@@ -91,8 +86,8 @@ _SETTINGS: dict[str, set[int] | None] = {
     "Where": {1, 2},
 }
 
-# Operators that take quantised tensors: their floating-point inputs are scales.
-_QUANTISED = ("QLinear", "QGemm")
+# Operators that take quantized tensors: their floating-point inputs are scales.
+_QUANTIZED = ("QLinear", "QGemm")
 
 # Operators in which a single number is a constant: 1 / sqrt(d), an epsilon, a factor, zeros in the
 # place of a bias.
@@ -156,8 +151,7 @@ def select(
     constants = dict(candidates(model.graph))
     choices = {choice.name: choice for choice in judge(model, targets)}
     patterns = [*(trainable or ()), *freeze]
-    missing = [pattern for pattern in patterns if not matching([pattern], choices, roles)]
-    if missing:
+    if missing := [pattern for pattern in patterns if not matching([pattern], choices, roles)]:
         names = ", ".join(f"`{pattern}`" for pattern in missing)
         hint = suggest_or_list(missing[0].strip("*"), choices)
         raise UnknownNameError(f"{names} matches no floating-point tensor of the model", hint=hint)
@@ -178,9 +172,9 @@ def judge(model: Model, targets: Iterable[ir.Value]) -> list[Choice]:
     values = [value for value, _ in constants if value in edges]
     created = {value for value in values if is_exporter_constant(value, model)}
     others = [value for value in values if is_held_in_trace(value) and math.prod(stored_shape(value) or ()) > 1]
-    made_by_exporter = created if others else set()
+    of_exporter = created if others else set()
     traced = {value for value, _ in constants if is_held_in_trace(value)} if is_traced(model) else set()
-    return [_judge(value, hidden, edges, made_by_exporter, traced) for value, hidden in constants]
+    return [_judge(value, hidden, edges, of_exporter, traced) for value, hidden in constants]
 
 
 def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.Node, int]]]:
@@ -262,8 +256,8 @@ def _judge(
     value: ir.Value,
     hidden: str,
     edges: dict[ir.Value, list[tuple[ir.Node, int]]],
-    made_by_exporter: Collection[ir.Value],
-    held_by_module: Collection[ir.Value],
+    of_exporter: Collection[ir.Value],
+    of_module: Collection[ir.Value],
 ) -> Choice:
     name = value.name or ""
     if value not in edges:
@@ -286,13 +280,13 @@ def _judge(
         return Choice(name, "constant", f"a setting of {readers[0][0].op_type}")
     if _is_fixed_integers(value):
         return Choice(name, "constant", _INTEGERS)
-    if value not in held_by_module and _is_number(value, readers):
+    if value not in of_module and _is_number(value, readers):
         return Choice(name, "constant", "a single number")
     if readers and all(normalizes_input(node, i) for node, i in readers):
         return Choice(name, "constant", "part of a normalization of the input")
     if _is_mask(value, readers):
         return Choice(name, "constant", "a mask")
-    if source == "constant" or value in made_by_exporter:
+    if source == "constant" or value in of_exporter:
         return Choice(name, "constant", EXPORTER_CONSTANT)
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")
 
@@ -311,7 +305,7 @@ def readers_of(value: ir.Value, edges: Mapping[ir.Value, list[tuple[ir.Node, int
 
 
 def _is_setting(node: ir.Node, index: int) -> bool:
-    if node.op_type.startswith(_QUANTISED):
+    if node.op_type.startswith(_QUANTIZED):
         return True
     if node.op_type not in _SETTINGS:
         return False
@@ -360,8 +354,8 @@ def _is_mask(value: ir.Value, readers: list[tuple[ir.Node, int]]) -> bool:
     tensor = constant_tensor(value)
     if tensor is None or tensor.dtype.bitwidth < 16:
         return False
-    parts = (block.astype(np.float32, copy=False) for block in blocks(tensor.numpy()))
-    return any(np.isinf(numbers).any() or numbers.min() <= _MASK for numbers in parts)
+    rows = (block.astype(np.float32, copy=False) for block in blocks(tensor.numpy()))
+    return any(np.isinf(row).any() or row.min() <= _MASK for row in rows)
 
 
 def _adapters_alone(graph: ir.Graph, choices: dict[str, Choice]) -> dict[str, Choice]:
@@ -395,18 +389,15 @@ def _match(
 
 
 def _way_out(graph: ir.Graph) -> str:
-    if any(node.op_type.startswith(_QUANTISED) for node in graph):
-        return "its weights are integers: train it before it is quantised, or quantise it in the format QDQ"
-    classical = {f"`{node.op_type}`" for node in graph if node.domain == ML_DOMAIN}
-    if classical:
+    if any(node.op_type.startswith(_QUANTIZED) for node in graph):
+        return "its weights are integers: train it before quantization, or quantize it in the format QDQ"
+    if classical := {f"`{node.op_type}`" for node in graph if node.domain == ML_DOMAIN}:
         return f"of `{ML_DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
     return "`onward describe MODEL --params` says what each tensor is"
 
 
 def _summary(choices: Iterable[Choice]) -> str:
-    counts: dict[str, int] = {}
-    for choice in choices:
-        counts[choice.reason] = counts.get(choice.reason, 0) + 1
+    counts = Counter(choice.reason for choice in choices)
     return "; ".join(f"{count} tensors: {reason}" for reason, count in counts.items()) or "the model has no weights"
 
 
@@ -420,7 +411,6 @@ ROLES = {
 
 _WITH_BIAS = {"Conv": 2, "ConvTranspose": 2, "DeformConv": 3, "GRU": 3, "Gemm": 2, "LSTM": 3, "RNN": 3}
 _MATMULS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
-_NORMALIZATION = "Normalization"
 _HAND_ON = {"Cast", "Identity", "Reshape", "Transpose"}
 
 Edges = Mapping[ir.Value, list[tuple[ir.Node, int]]]
@@ -469,15 +459,10 @@ def _later_names(value: ir.Value) -> Iterator[str]:
 
 
 def _has(value: ir.Value, edges: Edges, belongs: Callable[[ir.Node, int], bool]) -> bool:
-    used = list(readers_of(value, edges))
-    vector = _is_vector(value) or all(_takes_bias(node, i) for node, i in used)
-    return bool(used) and vector and all(belongs(node, i) for node, i in used)
-
-
-def _is_vector(value: ir.Value) -> bool:
-    """True if a tensor varies along one axis at most, unlike positional embeddings."""
-    shape = stored_shape(value)
-    return shape is not None and sum(size > 1 for size in shape) <= 1
+    used, shape = list(readers_of(value, edges)), stored_shape(value)
+    is_vector = shape is not None and sum(size > 1 for size in shape) <= 1  # unlike positional embeddings
+    is_bias = is_vector or all(_takes_bias(node, i) for node, i in used)
+    return bool(used) and is_bias and all(belongs(node, i) for node, i in used)
 
 
 def _takes_bias(node: ir.Node, index: int) -> bool:
@@ -495,7 +480,7 @@ def _is_bias(node: ir.Node, index: int) -> bool:
 
 def is_norm(node: ir.Node, index: int) -> bool:
     """True if input `index` of a node is the scale or the bias of a normalization."""
-    if node.op_type.endswith(_NORMALIZATION):
+    if node.op_type.endswith("Normalization"):
         return index in _norm_inputs(node)
     if node.op_type == "Mul":
         return _normalizes(_source(node.inputs[1 - index]))
@@ -515,16 +500,13 @@ def _normalizes(node: ir.Node | None) -> bool:
     """True if a node is a normalization, or divides by a root as a written-out one does."""
     if node is None:
         return False
-    if node.op_type.endswith(_NORMALIZATION):
+    if node.op_type.endswith("Normalization"):
         return True
-    if node.op_type == "Div":
-        return _is_root(_source(node.inputs[1]))
-    inverse = (_source(value) for value in node.inputs) if node.op_type == "Mul" else ()
-    return any(n is not None and n.op_type == "Reciprocal" and _is_root(_source(n.inputs[0])) for n in inverse)
-
-
-def _is_root(node: ir.Node | None) -> bool:
-    return node is not None and node.op_type == "Sqrt"
+    divisors = [node.inputs[1]] if node.op_type == "Div" else []
+    if node.op_type == "Mul":
+        factors = [_source(value) for value in node.inputs]
+        divisors = [n.inputs[0] for n in factors if n is not None and n.op_type == "Reciprocal"]
+    return any(n is not None and n.op_type == "Sqrt" for n in map(_source, divisors))
 
 
 def _source(value: ir.Value | None) -> ir.Node | None:

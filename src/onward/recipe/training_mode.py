@@ -63,16 +63,13 @@ def training_forward(
         elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
             if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
                 raise UnsupportedError(
-                    f"the mask of Dropout `{node.name}` is read by other nodes, which has no counterpart in training",
-                    hint="remove what reads it from the inference graph",
+                    f"other nodes read the mask of Dropout `{node.name}`", hint="remove them from the inference graph"
                 )
             op = builder.op.scoped(f"train/{node.name or node.op_type}")
             x, ratio = node.inputs[0], _constant(node, 1, 0.5)
             assert x is not None
             if ratio is None:
-                raise UnsupportedError(
-                    f"the ratio of Dropout `{node.name}` is computed by the model", hint="make it a constant"
-                )
+                raise UnsupportedError(f"the ratio of Dropout `{node.name}` is computed", hint="make it a constant")
             key = builder.random_key(node.name or node.outputs[0].name or "Dropout")
             y = random.dropout(op, op(new.get(x, x)), ratio, key)
             new[node.outputs[0]] = _like(y, node.outputs[0], builder)
@@ -93,7 +90,7 @@ def functions_to_inline(model: Model) -> list[str]:
 def is_switchable(node: ir.Node, frozen: Collection[str]) -> bool:
     """True if training lets a BatchNormalization use the statistics of the batch."""
     if any(value is None or not value.is_initializer() for value in node.inputs[3:5]):
-        return False  # statistics that are computed are not ours to update
+        return False  # computed statistics cannot be updated
     return node.inputs[1] is None or node.inputs[1].name not in frozen
 
 
@@ -117,7 +114,7 @@ def _batch_normalization(
     momentum = _shortest(node.attributes.get_float("momentum", 0.9))
     for old, running, batch in zip(node.inputs[3:5], (mean, var), (batch_mean, batch_var), strict=True):
         assert old is not None
-        # A second normalization with the same statistics goes on from here.
+        # A second normalization with the same statistics continues from here.
         new[old] = op.call(moving_average, running, batch, op.constant(np.float64(momentum))).like(old).value
 
 
@@ -212,8 +209,7 @@ def _regressor(
     op: Builder, x: Expr, *, coefficients: Any, intercepts: Any, targets: int = 1, post_transform: Any, node: ir.Node
 ) -> Expr:
     scores = _scores(op, x, coefficients, intercepts, targets, node)
-    result: Expr = post_transform_scores(op, scores, post_transform)  # type: ignore[no-untyped-call]
-    return result
+    return post_transform_scores(op, scores, post_transform)  # type: ignore[no-untyped-call]
 
 
 def _classifier(
@@ -229,8 +225,7 @@ def _classifier(
 ) -> tuple[Expr, Expr]:
     labels = classlabels_ints or classlabels_strings or ()
     scores = _scores(op, x, coefficients, intercepts, len(intercepts or labels), node)
-    result: tuple[Expr, Expr] = classify(op, scores, intercepts, labels, post_transform, node)  # type: ignore[no-untyped-call]
-    return result
+    return classify(op, scores, intercepts, labels, post_transform, node)  # type: ignore[no-untyped-call]
 
 
 _OPENED: Mapping[str, Callable[..., Any]] = {"LinearRegressor": _regressor, "LinearClassifier": _classifier}

@@ -15,12 +15,12 @@ import onnx_ir as ir
 from onward.arguments import is_empty
 from onward.build import Builder, Expr
 from onward.constants import HALVES
-from onward.errors import RecipeError
+from onward.errors import RecipeError, default_hint
 from onward.model.state import STEP
 from onward.recipe.optimizers.clip import clip_by_global_norm, clip_by_norm, clip_by_value
 from onward.recipe.optimizers.groups import OptimizerGroup, declare_state, like_target
 from onward.recipe.schedules import SchedulePart, schedule, sequence
-from onward.recipe.spec import OF_UPDATES, Spec, check_options, parse, parse_options
+from onward.recipe.spec import OF_UPDATES, Spec, check_options, checked_number, parse, parse_options
 from onward.recipe.step_builder import StepBuilder, fill, full_tensor, moving_average
 
 _SCALER = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000.0}
@@ -70,12 +70,8 @@ class UpdateBuilder:
         if loss_scale is None:
             return None
         if not self.dynamic_scale:
-            try:
-                number = float(loss_scale)
-            except ValueError:
-                message = f"the loss scale `{loss_scale}` is neither a number nor `dynamic`"
-                raise RecipeError(message) from None
-            OF_UPDATES["loss_scale"].check("the loss scale", number)
+            with default_hint("write `dynamic`, or a number"):
+                number = checked_number("`loss_scale`", loss_scale, OF_UPDATES["loss_scale"])
             return self.builder.hyper("loss_scale", number)
         numbers = _scaler_numbers(str(loss_scale))
         scale = np.asarray(numbers.pop("initial"), np.float32)
@@ -133,18 +129,19 @@ class UpdateBuilder:
 
     def _learning_rates(self, specs: Any) -> dict[str, ir.Value]:
         op = self.builder.op.scoped("schedule")
+        items = list(specs) if isinstance(specs, Sequence) and not isinstance(specs, str) else [specs]
+        schedules = [] if specs is None else [parse(item) for item in items]
         rates = {}
         for group in self.groups:
             base = self.builder.hyper(f"{group.name}/lr", group.optimizer.values["lr"], group.name)
-            rates[group.name] = (base if specs is None else self._apply_schedule(op, base, specs)).value
-        if specs is not None:
-            self.builder.fact("lr_scheduler", [_schedule_fact(item) for item in _as_list(specs)])
+            rates[group.name] = (self._apply_schedule(op, base, schedules) if schedules else base).value
+        if schedules:
+            self.builder.fact("lr_scheduler", [{"name": spec.name, **spec.options} for spec in schedules])
         for i, (name, value) in enumerate(rates.items()):
             self.builder.metric("lr" if i == 0 else f"{name}/lr/now", op.Identity(value))
         return rates
 
-    def _apply_schedule(self, op: Builder, base: Expr, specs: Any) -> Expr:
-        items = [parse(item) for item in _as_list(specs)]
+    def _apply_schedule(self, op: Builder, base: Expr, items: Sequence[Spec]) -> Expr:
         parts = []
         for i, item in enumerate(items):
             prefix = "schedule" if len(items) == 1 else f"schedule/{i}"
@@ -153,12 +150,14 @@ class UpdateBuilder:
             numbers, choices = definition.resolve(item.without("until").options)
             exprs = {name: op(self.builder.hyper(f"{prefix}/{name}", value).value) for name, value in numbers.items()}
             if (until is None) != (i == len(items) - 1):
-                raise RecipeError("of schedules that follow one another, each but the last says `until` which step")
-            if until is not None and (isinstance(until, bool) or not isinstance(until, int | float) or until <= 0):
                 raise RecipeError(
-                    f"the schedule `{item.name}` lasts until step `{until}`, which is not a positive number"
+                    "all schedules but the last need `until`, and the last has none",
+                    hint="write `linear:steps=50,until=50` before `cosine:steps=1000`",
                 )
-            end = None if until is None else op(self.builder.hyper(f"{prefix}/until", float(until)).value)
+            end = None
+            if until is not None:
+                last_step = definition.number("until", until)
+                end = op(self.builder.hyper(f"{prefix}/until", last_step).value)
             parts.append(SchedulePart(definition, exprs, choices, end))
         return sequence(op, op(base.value), op(self._step.value), parts)
 
@@ -176,13 +175,12 @@ class UpdateBuilder:
         gradients = [like_target(op, by_parameter[value], self._target(value)) for value in self.parameters]
         if self._scale is not None:
             gradients = [g / op.CastLike(self._scale, g) for g in gradients]
-        due: Expr | None = None
+        happens = due = None
         if self.accumulate > 1:
             gradients, due = self._accumulate(op, gradients)
-        happens = due
+            happens = due
         if self.dynamic_scale:
-            # Whether no gradient holds an infinity or a NaN: times zero, either becomes a NaN,
-            # which is not equal to zero.
+            # Infinity or NaN times zero is NaN, which is not equal to zero.
             zeros = [op.ReduceSum(op.Cast(g, to=ir.DataType.FLOAT) * 0.0, keepdims=0) for g in gradients]
             total = zeros[0] if len(zeros) == 1 else op.Sum(*zeros)
             finite = op.Equal(total, np.float32(0))
@@ -215,8 +213,7 @@ class UpdateBuilder:
         return means, due
 
     def _rescale(self, op: Builder, finite: Expr, due: Expr | None) -> None:
-        """Grow the scale after many good updates, shrink it on overflow, as torch.amp.GradScaler
-        does."""
+        """Grow the scale after many good updates, shrink it on overflow, as torch.amp.GradScaler."""
         assert self._scale is not None
         names = {f"scaler/{name}": name for name in (*_SCALER, *_OF_SOME_SCALERS)}
         number = {name: op(self.builder.values[key]) for key, name in names.items() if key in self.builder.values}
@@ -241,7 +238,7 @@ class UpdateBuilder:
     def _patient(
         self, op: Builder, smaller: Expr, hysteresis: Expr, finite: Expr, grows: Expr, due: Expr | None
     ) -> Expr:
-        """Return the scale after an overflow: unchanged for the first few since it grew."""
+        """Return the scale after an overflow; the first `hysteresis` - 1 overflows do not change it."""
         assert self._scale is not None
         left = op(self.builder.values["scaler/hysteresis_tracker"])
         good = op.Where(grows, op.CastLike(hysteresis, left), left)
@@ -250,7 +247,7 @@ class UpdateBuilder:
         return op.Where(op.LessOrEqual(left, op.scalar(1, left)), smaller, self._scale)
 
     def _perhaps(self, op: Builder, happens: Expr | None, gradients: Sequence[Expr]) -> dict[str, Expr]:
-        """Return the new state, or the old one if there is no update."""
+        """Return the new state, or the old one if nothing is updated."""
         values = [g.value for g in gradients]
         if happens is None:
             return self._new_state(op, values, report=True)
@@ -311,14 +308,11 @@ def _scaler_numbers(text: str) -> dict[str, float]:
     defaults = {**_SCALER, **_OF_SOME_SCALERS, "initial": _INITIAL_SCALE}
     options = parse_options(text.partition(":")[2], text)
     check_options("the loss scale `dynamic`", options, defaults)
-    numbers = {**defaults, **options}
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RecipeError(f"`{name}` of the loss scale is `{value}`, which is not a number")
-        key = "scaler/scale" if name == "initial" else f"scaler/{name}"
-        OF_UPDATES[key].check(f"`{name}` of the loss scale", float(value))
-    usual = {name for name, value in _OF_SOME_SCALERS.items() if numbers[name] == value}
-    return {name: float(value) for name, value in numbers.items() if name not in usual}
+    numbers: dict[str, float] = {}
+    for name, value in {**defaults, **options}.items():
+        within = OF_UPDATES["scaler/scale" if name == "initial" else f"scaler/{name}"]
+        numbers[name] = checked_number(f"`{name}` of the loss scale", value, within)
+    return {name: number for name, number in numbers.items() if _OF_SOME_SCALERS.get(name) != number}
 
 
 def parse_clip(clip: Any) -> Spec | None:
@@ -336,22 +330,7 @@ def parse_clip(clip: Any) -> Spec | None:
         limit, _, rest = rest.partition(",")
         options = parse_options(rest, str(clip))
     if method not in _CLIPS:
-        raise RecipeError(
-            f"gradients cannot be clipped by `{clip}`", hint="write `norm:1`, `tensor_norm:1` or `value:0.5`"
-        )
-    try:
-        limit = float(limit)
-    except (TypeError, ValueError):
-        raise RecipeError(f"`{clip}` does not say by how much to clip", hint=f"write `{method}:1`") from None
-    if limit not in OF_UPDATES["clip/limit"]:
-        raise RecipeError(f"gradients cannot be clipped to {limit:g}", hint="the limit must be positive")
+        raise RecipeError(f"no gradient clipping `{clip}`", hint="write `norm:1`, `tensor_norm:1` or `value:0.5`")
+    with default_hint(f"write `{method}:1`"):
+        limit = checked_number(f"the limit of `clip={method}`", limit, OF_UPDATES["clip/limit"])
     return Spec(method, {"limit": limit, **options})
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-
-
-def _schedule_fact(item: Any) -> dict[str, Any]:
-    spec = parse(item)
-    return {"name": spec.name, **spec.options}

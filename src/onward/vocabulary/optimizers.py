@@ -21,8 +21,8 @@ _PARTS = {"betas": ("beta1", "beta2"), "ns_coefficients": ("ns_a", "ns_b", "ns_c
 def _settings(names: str) -> dict[str, str]:
     """Return settings -> names in PyTorch. `eps=eps1,eps2` is a tuple in PyTorch."""
     pairs = [name.partition("=") for name in names.split()]
-    parts = {theirs: tuple(ours.split(",")) if ours else _PARTS.get(theirs, (theirs,)) for theirs, _, ours in pairs}
-    return {part: theirs for theirs, ours in parts.items() for part in ours}
+    names_of = {theirs: tuple(ours.split(",")) if ours else _PARTS.get(theirs, (theirs,)) for theirs, _, ours in pairs}
+    return {name: theirs for theirs, ours in names_of.items() for name in ours}
 
 
 def _torch(path: str, optimizers: str, variants: str, settings: str, slots: str, **columns: Any) -> TorchOptimizer:

@@ -17,10 +17,10 @@ FOREVER = math.inf
 
 
 class Factor:
-    """What a base rate is multiplied with at each step, by schedules that follow one another.
+    """Factor of the base rate at each step, by schedules in sequence.
 
-    A schedule is a dict: its `name`, its numbers and choices, and but for the last one the step
-    `until` which it lasts.
+    A schedule is a dict: its `name`, its numbers and choices, and `until`, the step at which the
+    next one begins.
     """
 
     def __init__(self, base: float, schedules: list[dict[str, Any]]) -> None:

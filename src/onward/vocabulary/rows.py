@@ -43,7 +43,7 @@ class OptimizerRow:
 
     def fits(self, configured: ConfiguredOptimizer) -> bool:
         """True if the class computes what a configured optimizer of a recipe does."""
-        is_named = configured.kind.name in self.optimizers and configured.options["variant"] in self.variants
+        is_named = configured.definition.name in self.optimizers and configured.options["variant"] in self.variants
         return is_named and (self.applies is None or self.applies.holds({**configured.values, **configured.options}))
 
 
@@ -186,7 +186,7 @@ class KerasRow(OptimizerRow):
 
     def fits(self, configured: ConfiguredOptimizer) -> bool:
         """True if the class has the same update and the same fixed numbers."""
-        if configured.kind.name not in self.optimizers or configured.options["maximize"]:
+        if configured.definition.name not in self.optimizers or configured.options["maximize"]:
             return False
         theirs = optimizer(self.optimizers[0])
         options = {flag: configured.options.get(flag, False) for flag in theirs.options}
@@ -201,7 +201,7 @@ class KerasRow(OptimizerRow):
 
 def _update_name(configured: ConfiguredOptimizer) -> str:
     """Return the name of the update. A weight decay of 0 is none."""
-    name = configured.kind.choose(configured.settings, None).function.name
+    name = configured.definition.choose(configured.settings, None).function.name
     return name if configured.values.get("weight_decay") else name.removesuffix("W")
 
 

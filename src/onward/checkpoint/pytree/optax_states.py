@@ -90,7 +90,7 @@ class _Maker:
             return self._momentum(slots[slot], configured) if slot == "momentum_buffer" else slots[slot]
         if self._step:
             raise UnsupportedError(f"the checkpoint lacks `{slot}` of `{name}` after {self._step} updates")
-        start = configured.kind.initial.get(slot, 0.0)
+        start = configured.definition.initial.get(slot, 0.0)
         return _fill_like(self._tensors[name], configured.values[start] if isinstance(start, str) else start)
 
     def _momentum(self, tensor: Tensor, configured: ConfiguredOptimizer) -> Tensor:
@@ -100,7 +100,7 @@ class _Maker:
         the rate.
         """
         settings = configured.settings
-        if configured.kind.name == "rmsprop":
+        if configured.definition.name == "rmsprop":
             return with_sign(tensor, 1 if settings.variant == "torch" else -1)
         if settings.variant != "keras":
             return tensor
@@ -143,7 +143,7 @@ def stages(spec: Spec, configured: ConfiguredOptimizer) -> list[str]:
 
 def _warn_of_epsilon(configured: ConfiguredOptimizer, step: int) -> None:
     """Warn of arithmetic that differs in optax, which the state does not show."""
-    settings, name = configured.settings, (configured.kind.name, configured.settings.variant)
+    settings, name = configured.settings, (configured.definition.name, configured.settings.variant)
     row = row_for(OPTAX_ROWS, configured)
     if row is None or row.difference != EPSILON:
         return

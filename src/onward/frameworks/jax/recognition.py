@@ -177,7 +177,7 @@ def _decay(name: str, options: Mapping[str, Any], coupled: float, decoupled: flo
         return {"weight_decay": decoupled, "decoupled_weight_decay": True}
     if options["variant"] == "optax" and "keras" in definition.variants:  # decoupled, and may be equal otherwise
         optax, keras = (configure(Spec(name, {**options, "variant": variant})) for variant in ("optax", "keras"))
-        if optax.kind.choose(optax.settings, None).update is keras.kind.choose(keras.settings, None).update:
+        if optax.definition.choose(optax.settings, None).update is keras.definition.choose(keras.settings, None).update:
             return {"weight_decay": decoupled, "variant": "keras"}
     raise UnsupportedError(f"decoupled weight decay of {name} has no counterpart in a recipe", hint="put it before")
 

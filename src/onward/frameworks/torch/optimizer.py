@@ -108,8 +108,8 @@ def _dtype_name(parameter: Parameter) -> str:
 
 def _rounds_like_torch(configured: ConfiguredOptimizer) -> bool:
     """True if the update of a recipe rounds as an optimizer of torch.optim does."""
-    update = configured.kind.choose(configured.settings, None).update
-    is_native = configured.options["variant"] == "torch" and configured.kind.name != "sgdw"
+    update = configured.definition.choose(configured.settings, None).update
+    is_native = configured.options["variant"] == "torch" and configured.definition.name != "sgdw"
     return is_native and configured.options.get("fused", False) in update.in_16_bits
 
 
@@ -220,8 +220,10 @@ class _Reading:
             ):
                 self._problems.add(f"`{name}` is {_dtype_name(parameter)}, and {reason[0]}", reason[1])
         configured = configure(spec)
-        is_constant = configured.kind.name == "adagrad" and not configured.values["lr_decay"]
-        depends_on_count = not is_constant and "t" in configured.kind.choose(configured.settings, None).function.inputs
+        is_constant = configured.definition.name == "adagrad" and not configured.values["lr_decay"]
+        depends_on_count = (
+            not is_constant and "t" in configured.definition.choose(configured.settings, None).function.inputs
+        )
         for parameter in settings["params"]:
             self._check(parameter, member)
         for name, parameter in trained.items():

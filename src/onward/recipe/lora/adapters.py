@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onward.arguments import Count, Range, Seed, checked
 from onward.build import Builder, Expr, Names
 from onward.constants import add_initializer
-from onward.errors import RecipeError, UnknownNameError, UnsupportedError
+from onward.errors import RecipeError, UnknownNameError, UnsupportedError, list_names
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
 from onward.model.state import PARAMETER_KEY, SLOT_KEY, with_tags
@@ -66,12 +66,12 @@ def by_weight(model: Model) -> dict[str, list[Layer]]:
 
 def adapters(model: Model) -> list[Adapter]:
     """Return the adapters of a model, by the tags of its tensors."""
-    parts: dict[str, dict[str, ir.Value]] = {}
+    slots: dict[str, dict[str, ir.Value]] = {}
     for value in model.graph.initializers.values():
         if (slot := _tag(value, SLOT_KEY)) in (*ADAPTERS, SCALE):
-            parts.setdefault(_tag(value, PARAMETER_KEY), {})[slot] = value
-    whole = {weight: slots for weight, slots in parts.items() if len(slots) == 3}
-    return [Adapter(weight, _tag(p[A], MODULE_KEY) or weight, p[A], p[B], p[SCALE]) for weight, p in whole.items()]
+            slots.setdefault(_tag(value, PARAMETER_KEY), {})[slot] = value
+    complete = {weight: own for weight, own in slots.items() if len(own) == 3}
+    return [Adapter(weight, _tag(s[A], MODULE_KEY) or weight, s[A], s[B], s[SCALE]) for weight, s in complete.items()]
 
 
 def _tag(value: ir.Value, key: str) -> str:
@@ -90,9 +90,8 @@ def array(value: ir.Value) -> np.ndarray:
 
 def delta(adapter: Adapter, layer: Layer, dtype: type = np.float64) -> np.ndarray:
     """Compute (alpha / rank) A B, in the layout of the weight."""
-    a: np.ndarray = array(adapter.a).astype(dtype)
-    b: np.ndarray = array(adapter.b).astype(dtype)
-    scale: np.ndarray = array(adapter.scale).astype(dtype)
+    tensors: list[np.ndarray] = [array(value).astype(dtype) for value in (adapter.a, adapter.b, adapter.scale)]
+    a, b, scale = tensors
     if not layer.is_convolution:
         product = a @ b * scale
         return product.T if layer.units_first else product
@@ -102,7 +101,7 @@ def delta(adapter: Adapter, layer: Layer, dtype: type = np.float64) -> np.ndarra
     return (outer @ inner * scale).reshape(layer.shape)
 
 
-# ---- taking adapters away: merged into the weights that they adapt, or not at all ------------------------------------
+# ---- merging and removing adapters -----------------------------------------------------------------------------------
 
 
 @checked()
@@ -120,7 +119,7 @@ def merge(model: Source) -> Model:
     merged = source.copy()
     adapters_of = adapters(merged)
     if not adapters_of:
-        raise UnknownNameError("the model has no adapters to merge", hint="`onward.lora.add` adds some")
+        raise UnknownNameError("the model has no adapters to merge", hint="add some: `onward.lora.add`")
     adapted = {adapter.weight: detach(merged, adapter) for adapter in adapters_of}
     names = merged.names()
     for adapter in adapters_of:
@@ -137,8 +136,7 @@ def detach(model: Model, adapter: Adapter) -> list[Layer]:
             readers = list(total.outputs[0].consumers())
             if len(readers) != 1 or total.op_type not in ("MatMul", "Conv", "Mul"):
                 raise UnsupportedError(
-                    f"the adapter around `{total.name}` is not as Onward writes it",
-                    hint="another tool may have changed it",
+                    f"another tool has changed the adapter around `{total.name}`", hint="add the adapters again"
                 )
             total = readers[0]
         y, z = total.inputs[0], total.outputs[0]
@@ -166,21 +164,25 @@ def _remove_branch(last: ir.Node) -> None:
 
 def _fold(model: Model, names: Names, adapter: Adapter, adapted: Sequence[Layer]) -> None:
     layer = adapted[0]
-    if layer.is_quantised:
+    if layer.is_quantized:
         raise UnsupportedError(
-            f"the adapter of `{adapter.weight}` cannot be merged: the weight is quantised",
-            hint="save it alone (`onward.lora.save`), and merge it into the model before quantisation",
+            f"the adapter of `{adapter.weight}` cannot be merged: the weight is quantized",
+            hint="save it with `onward.lora.save`, and merge it into the model before quantization",
         )
     weight = layer.weight
     old = weight.const_value
     assert old is not None
-    entries = {
-        (adapted_layer.path[0], 0) if adapted_layer.path else (adapted_layer.node, 1) for adapted_layer in adapted
-    }
+    entries = {(other.path[0], 0) if other.path else (other.node, 1) for other in adapted}
     alone = {tuple(use) for use in weight.uses()} == entries and not weight.is_graph_output()
     name = adapter.weight if alone else names.fresh(f"{adapter.weight}/merged")
+
+    def merged() -> ir.Tensor:
+        wide = np.float64 if old.dtype == ir.DataType.DOUBLE else np.float32
+        new = old.numpy().astype(wide) + delta(adapter, layer, wide)
+        return ir.Tensor(new.astype(old.dtype.numpy()), dtype=old.dtype, name=old.name)
+
     tensor = ir.LazyTensor(
-        lambda: _merge_weight(old, adapter, layer),
+        merged,
         dtype=old.dtype,
         shape=ir.Shape(old.shape.numpy()),
         name=name,
@@ -193,13 +195,6 @@ def _fold(model: Model, names: Names, adapter: Adapter, adapted: Sequence[Layer]
     own = add_initializer(model.graph, name, tensor)
     for node, index in entries:
         node.replace_input_with(index, own)
-
-
-def _merge_weight(old: ir.TensorProtocol, adapter: Adapter, layer: Layer) -> ir.Tensor:
-    wide = np.float64 if old.dtype == ir.DataType.DOUBLE else np.float32
-    change = delta(adapter, layer, wide)
-    new = old.numpy().astype(wide) + change
-    return ir.Tensor(new.astype(old.dtype.numpy()), dtype=old.dtype, name=old.name)
 
 
 # ---- adding adapters -------------------------------------------------------------------------------------------------
@@ -235,22 +230,20 @@ def add(
     changed = adaptable(model)
     patterns = [targets] if isinstance(targets, str) else list(targets)
     candidates = by_weight(changed)
-    called = {
-        weight: [name for layer in matching_layers for name in layer.weight_names]
-        for weight, matching_layers in candidates.items()
-    }
-    chosen = [weight for weight, names in called.items() if matching(patterns, names)]
+    chosen = [
+        sharing
+        for sharing in candidates.values()
+        if matching(patterns, [n for layer in sharing for n in layer.weight_names])
+    ]
     if not chosen:
-        listed = ", ".join(f"`{pattern}`" for pattern in patterns)
-        raise UnknownNameError(
-            f"{listed} matches no weight of a layer",
-            hint=listing(matching_layers[0] for matching_layers in candidates.values()),
-        )
+        hint = listing(sharing[0] for sharing in candidates.values())
+        raise UnknownNameError(f"{list_names(patterns, 6)} matches no weight of a layer", hint=hint)
     taken = changed.names()
-    layers = [candidates[weight][0] for weight in chosen]
-    for layer, a in zip(layers, draw_initial_values([_initial(layer, rank) for layer in layers], seed), strict=True):
-        b = ir.Tensor(np.zeros(_shapes(layer, rank)[1], layer.dtype.numpy()), dtype=layer.dtype)
-        attach(changed, taken, candidates[layer.weight.name or ""], a, b, alpha / rank, dropout)
+    initial_values = draw_initial_values([_initial(sharing[0], rank) for sharing in chosen], seed)
+    for sharing, a in zip(chosen, initial_values, strict=True):
+        dtype = sharing[0].dtype
+        b = ir.Tensor(np.zeros(_shapes(sharing[0], rank)[1], dtype.numpy()), dtype=dtype)
+        attach(changed, taken, sharing, a, b, alpha / rank, dropout)
     return changed
 
 
@@ -283,24 +276,21 @@ def attach(
     """Add an adapter with these values to the layers that share a weight, in place."""
     weight = of[0].weight
     if any(adapter.weight == weight.name for adapter in adapters(model)):
-        raise RecipeError(f"`{weight.name}` has an adapter already", hint="merge it first (`onward.lora.merge`)")
+        raise RecipeError(f"`{weight.name}` already has an adapter", hint="merge it first: `onward.lora.merge`")
     if len({(layer.units_first, layer.is_convolution) for layer in of}) > 1:
-        raise UnsupportedError(f"`{weight.name}` is used both as it is and transposed, so that no adapter fits both")
+        raise UnsupportedError(f"no adapter fits `{weight.name}`: only some of its layers read it transposed")
     if weight.producer() is not None:
         expose(model.graph, weight)
         of = by_weight(model)[weight.name or ""]
     number = ir.Tensor(np.asarray(scale, a.dtype.numpy()), dtype=a.dtype)
-    parts = {A: a, B: b, SCALE: number}
-    values = [_store(model, names, of[0], slot, tensor) for slot, tensor in parts.items()]
+    values = []
+    for slot, tensor in {A: a, B: b, SCALE: number}.items():
+        tensor.name = names.fresh(f"{of[0].weight.name}/{slot}")
+        role = "hyper" if slot == SCALE else "parameter"
+        tagged = with_tags(tensor, role=role, param=of[0].weight.name, slot=slot, module=of[0].module)
+        values.append(add_initializer(model.graph, tensor.name, tagged))
     for layer in of:
         _insert(model, names, layer, values, dropout)
-
-
-def _store(model: Model, names: Names, layer: Layer, slot: str, tensor: ir.Tensor) -> ir.Value:
-    tensor.name = names.fresh(f"{layer.weight.name}/{slot}")
-    role = "hyper" if slot == SCALE else "parameter"
-    tagged = with_tags(tensor, role=role, param=layer.weight.name, slot=slot, module=layer.module)
-    return add_initializer(model.graph, tensor.name, tagged)
 
 
 def _insert(model: Model, names: Names, layer: Layer, values: Sequence[ir.Value], dropout: float) -> None:
@@ -334,5 +324,4 @@ def _change(op: Builder, layer: Layer, a: Expr, b: Expr, scale: Expr, dropout: f
         x = op.Transpose(x, perm=[1, 0])
     factor = node.attributes.get_float("alpha", 1.0)  # of a Gemm, which multiplies all that goes through the weight
     inner = op.MatMul(x, a) * scale
-    changed: Expr = op.MatMul(inner * factor if factor != 1 else inner, b)
-    return changed
+    return op.MatMul(inner * factor if factor != 1 else inner, b)

@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest
+from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model import Model, Source, serde
 from onward.model.storage import write_file
 from onward.model.storage.files import reason, regular
@@ -28,7 +27,7 @@ from onward.recipe.layers import Layer
 from onward.recipe.lora.adapters import Adapter, adaptable, adapters, array, attach, by_weight, detach
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<letter>[AB])(?:\.default)?\.weight")
 _METADATA = "adapter_config"
 _UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication")
 
@@ -45,22 +44,21 @@ def save(model: Source, path: str | os.PathLike[str]) -> Path:
     source, target = serde.load(model), Path(path)
     to_save = adapters(source)
     if not to_save:
-        raise UnknownNameError("the model has no adapters to save", hint="`onward.lora.add` adds some")
+        raise UnknownNameError("the model has no adapters to save", hint="add some: `onward.lora.add`")
     tensors = {key: array for adapter in to_save for key, array in _tensors(adapter).items()}
     config = json.dumps(_config(source, to_save), indent=2)
     if target.suffix == ".safetensors":
-        write_file(target, _serialise(tensors, {"format": "pt", _METADATA: config}))
+        write_file(target, _serialize(tensors, {"format": "pt", _METADATA: config}))
         return target
     target.mkdir(parents=True, exist_ok=True)
-    write_file(target / _WEIGHTS, _serialise(tensors, {"format": "pt"}))
+    write_file(target / _WEIGHTS, _serialize(tensors, {"format": "pt"}))
     write_file(target / _CONFIG, config)
     return target
 
 
 @checked()
 def load(model: Source, path: str | os.PathLike[str]) -> Model:
-    """Return a copy with the adapters of a file by `save` or PEFT, which replace those on the same
-    weights.
+    """Return a copy with the adapters of a file by `save` or PEFT; they replace others.
 
         adapted = onward.lora.load("bert.onnx", "adapter")
 
@@ -99,19 +97,19 @@ def _tensors(adapter: Adapter) -> dict[str, np.ndarray]:
     return {f"base_model.model.{adapter.module}.lora_{letter}.weight": x for letter, x in (("A", a), ("B", b))}
 
 
-def _config(model: Model, found: list[Adapter]) -> dict[str, Any]:
+def _config(model: Model, saved: list[Adapter]) -> dict[str, Any]:
     """Return the configuration of PEFT: common rank and alpha, and deviations by module."""
-    rank = Counter(adapter.rank for adapter in found).most_common(1)[0][0]
-    alpha = Counter(adapter.alpha for adapter in found).most_common(1)[0][0]
+    rank = Counter(adapter.rank for adapter in saved).most_common(1)[0][0]
+    alpha = Counter(adapter.alpha for adapter in saved).most_common(1)[0][0]
     return {
         "peft_type": "LORA",
         "base_model_name_or_path": model.path.name if model.path else None,
         "r": rank,
         "lora_alpha": alpha,
-        "lora_dropout": max(_dropout(adapter) for adapter in found),
-        "target_modules": [adapter.module for adapter in found],
-        "rank_pattern": {adapter.module: adapter.rank for adapter in found if adapter.rank != rank},
-        "alpha_pattern": {adapter.module: adapter.alpha for adapter in found if adapter.alpha != alpha},
+        "lora_dropout": max(_dropout(adapter) for adapter in saved),
+        "target_modules": [adapter.module for adapter in saved],
+        "rank_pattern": {adapter.module: adapter.rank for adapter in saved if adapter.rank != rank},
+        "alpha_pattern": {adapter.module: adapter.alpha for adapter in saved if adapter.alpha != alpha},
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -131,7 +129,7 @@ def _dropout(adapter: Adapter) -> float:
     return 0.0
 
 
-def _serialise(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
+def _serialize(tensors: dict[str, np.ndarray], metadata: dict[str, str]) -> bytes:
     from safetensors.numpy import save
 
     return save({key: np.ascontiguousarray(array) for key, array in tensors.items()}, metadata)
@@ -152,24 +150,22 @@ def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[st
     except (OSError, ValueError, RecursionError, OverflowError, safetensors.SafetensorError) as error:
         raise InvalidModelError(f"`{file}` holds no adapter: {reason(error)}") from error
     if wrong := [key for key in entries if not _KEY.fullmatch(key)]:
-        raise UnsupportedError(f"`{file}` holds more than adapters of layers: `{wrong[0]}`")
+        raise UnsupportedError(f"`{file}` holds `{wrong[0]}`, which is not an adapter of a layer")
     if refused := [name for name in _UNSUPPORTED if config.get(name)]:
-        raise UnsupportedError(f"the adapter in `{path}` was made with `{refused[0]}`, which is not supported")
-    parts: dict[str, dict[str, np.ndarray]] = {}
+        raise UnsupportedError(f"the adapter in `{path}` uses `{refused[0]}`, which is not supported")
+    pairs: dict[str, dict[str, np.ndarray]] = {}
     for key, entry in entries.items():
         match = _KEY.fullmatch(key)
         assert match is not None
         if entry["dtype"] not in _DTYPES:
-            raise InvalidModelError(
-                f"`{key}` of `{file}` is {entry['dtype']}, and an adapter has floating-point numbers",
-                hint=f"write it as one of {', '.join(_DTYPES)}",
-            )
+            hint = f"convert it to one of {', '.join(_DTYPES)}"
+            raise InvalidModelError(f"`{key}` of `{file}` is {entry['dtype']}, not floating-point", hint=hint)
         dtype = ir.DataType[_DTYPES[entry["dtype"]]].numpy()
         numbers = np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
-        parts.setdefault(match["module"], {})[match["part"]] = numbers
-    if not parts or any(len(pair) != 2 for pair in parts.values()):
-        raise InvalidModelError(f"`{file}` does not hold an A and a B for each of its modules")
-    return {module: (pair["A"], pair["B"]) for module, pair in parts.items()}, config
+        pairs.setdefault(match["module"], {})[match["letter"]] = numbers
+    if not pairs or any(len(pair) != 2 for pair in pairs.values()):
+        raise InvalidModelError(f"`{file}` lacks an A or a B of some module")
+    return {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}, config
 
 
 _DTYPES = {"F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16"}
@@ -186,7 +182,7 @@ def _read_config(path: Path, file: Path) -> dict[str, Any]:
         with safe_open(file, "numpy") as opened:
             config = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))
     if not isinstance(config, dict) or "lora_alpha" not in config:
-        raise ValueError("its configuration does not say `lora_alpha`")
+        raise ValueError("its configuration lacks `lora_alpha`")
     patterns = config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict) or not all(map(_is_number, (config["lora_alpha"], *patterns.values()))):
         raise ValueError("`lora_alpha` and those of `alpha_pattern` must be numbers")
@@ -205,13 +201,9 @@ def _weight_of(module: str, names: dict[str, str]) -> str:
     ends = [w for w, other in names.items() if f".{other}".endswith(f".{module}") or f".{module}".endswith(f".{other}")]
     matches = exact or ends
     if len(matches) != 1:
-        problem = "matches several weights" if matches else "is no layer of the model"
-        raise UnknownNameError(f"`{module}` of the adapter {problem}", hint=_hint(module, names.values()))
+        problem = "matches several weights" if matches else "matches no layer of the model"
+        raise UnknownNameError(f"`{module}` of the adapter {problem}", hint=suggest_or_list(module, names.values()))
     return matches[0]
-
-
-def _hint(module: str, known: Iterable[str]) -> str:
-    return suggest(module, known) or f"the model has {', '.join(list(known)[:5])}, ..."
 
 
 def _as_stored(module: str, layer: Layer, a: np.ndarray, b: np.ndarray) -> tuple[ir.Tensor, ir.Tensor]:

@@ -58,28 +58,30 @@ class Loss:
 
     def _complete(self, options: dict[str, Any]) -> dict[str, Any]:
         check_options(f"the loss `{self.name}`", options, self.options)
-        values = {k: (v, self.options[k]) for k, v in options.items()}
-        wrong = [
-            f"{k} is {v!r}, not {_KINDS[type(default)][1]}"
-            for k, (v, default) in values.items()
-            if not _fits(v, default)
-        ]
-        check(not wrong, f"the loss `{self.name}` cannot be built: {'; '.join(wrong)}")
-        return {**self.options, **{k: v if default is None else type(default)(v) for k, (v, default) in values.items()}}
+        values, wrong = dict(self.options), []
+        for name, value in options.items():
+            default = self.options[name]
+            if not _fits(value, default):
+                wrong.append(f"{name} is {value!r}, not {_TYPES[type(default)][1]}")
+            elif default is not None:
+                value = type(default)(value)
+            values[name] = value
+        check(not wrong, f"wrong options of the loss `{self.name}`: {'; '.join(wrong)}")
+        return values
 
 
-_KINDS: dict[type, tuple[type, str]] = {
+_TYPES: dict[type, tuple[type, str]] = {
     bool: (bool, "true or false"),
-    int: (Integral, "a whole number"),
+    int: (Integral, "an integer"),
     float: (Real, "a finite number"),
-    str: (str, "a word"),
+    str: (str, "a string"),
 }
 
 
 def _fits(value: Any, default: Any) -> bool:
     if default is None:
         return True
-    fits = isinstance(value, _KINDS[type(default)][0]) and isinstance(value, bool) == isinstance(default, bool)
+    fits = isinstance(value, _TYPES[type(default)][0]) and isinstance(value, bool) == isinstance(default, bool)
     return fits and (not isinstance(default, float) or math.isfinite(value))
 
 
@@ -99,12 +101,14 @@ def register_loss(name: str, *short_names: str, targets: Targets) -> Callable[[C
         parameters = inspect.signature(build).parameters.values()
         options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
         summary = (inspect.getdoc(build) or "").partition("\n")[0]
-        return _register(Loss(name, summary, options, build, targets), short_names)
+        entry = Loss(name, summary, options, build, targets)
+        LOSSES.update(dict.fromkeys((name, *short_names), entry))
+        return entry
 
     return register
 
 
-def formula(function: Function, name: str, *short_names: str, summary: str, **settings: float) -> Loss:
+def formula(function: Function, name: str, *short_names: str, summary: str, **settings: float) -> None:
     """Register a loss that is one function of the prediction, the targets and positive numbers."""
 
     def build(op: Builder, *inputs: Expr, reduction: str, **options: float) -> Expr:
@@ -113,15 +117,11 @@ def formula(function: Function, name: str, *short_names: str, summary: str, **se
         return reduce_loss(op, op.call(function, *inputs, *map(np.float64, options.values())), reduction)
 
     targets = like_prediction(*function.inputs[1 : len(function.inputs) - len(settings)])
-    return _register(Loss(name, summary, {**settings, "reduction": "mean"}, build, targets), short_names)
+    entry = Loss(name, summary, {**settings, "reduction": "mean"}, build, targets)
+    LOSSES.update(dict.fromkeys((name, *short_names), entry))
 
 
-def _register(entry: Loss, short_names: Sequence[str]) -> Loss:
-    LOSSES.update(dict.fromkeys((entry.name, *short_names), entry))
-    return entry
-
-
-# ---- what many losses share ------------------------------------------------------------------------------------------
+# ---- checks and reductions -------------------------------------------------------------------------------------------
 
 
 def check(condition: bool, message: str, hint: str | None = None) -> None:
@@ -149,7 +149,8 @@ def like_prediction(*names: str) -> Targets:
 
 def dtype_of(prediction: ir.Value) -> ir.DataType:
     if prediction.dtype is None:
-        raise RecipeError(f"the type of `{prediction.name}` is not known", hint="infer the model's shapes first")
+        hint = "infer it: `onnx.shape_inference.infer_shapes(model)`"
+        raise RecipeError(f"the type of `{prediction.name}` is unknown", hint=hint)
     return prediction.dtype
 
 
@@ -194,7 +195,7 @@ def _dims(prediction: ir.Value, *, rank: int, form: str) -> list[int | ir.Symbol
     check(
         shape is None or len(shape) >= rank,
         f"`{prediction.name}` has the shape {shape}; this loss needs {form}",
-        "add the axes that it lacks, of size 1 (`Unsqueeze`)",
+        "add the missing axes with `Unsqueeze`",
     )
     return None if shape is None else list(shape)
 
@@ -281,7 +282,7 @@ def _standard(
 
 
 def _index(ignore_index: int) -> int:
-    check(isinstance(ignore_index, Integral), f"ignore_index is {ignore_index!r}, not a whole number")
+    check(isinstance(ignore_index, Integral), f"ignore_index is {ignore_index!r}, not an integer")
     return int(ignore_index)
 
 

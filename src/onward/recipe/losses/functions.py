@@ -1,7 +1,7 @@
-"""Functions of losses that are no operators: one value per element, for any float type.
+"""Functions of losses that are not operators: one value per element, for any float type.
 
-Hyper-parameters are inputs, which keeps double precision. Formulas are chosen for their gradients
-as well: no inf or NaN behind a Where, and right at the kinks of Abs and Clip.
+Hyper-parameters are inputs, which keeps double precision. Formulas also have right gradients: no
+inf or NaN behind a Where, and the usual slopes at the kinks of Abs and Clip.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def SmoothedCrossEntropy(
     smoothing = op.CastLike(label_smoothing, logits)
     weights = op.Expand(op.CastLike(class_weight, logits), _class_count(op, logits))
     nll = -op.LogSoftmax(logits, axis=1)
-    kept = op.Not(op.Equal(labels, op.CastLike(op.Constant(value_int=ignore_index), labels)))
-    labels = op.Where(kept, labels, 0)
-    label_weight = op.Where(kept, op.Gather(weights, labels), 0)
+    counts = op.Not(op.Equal(labels, op.CastLike(op.Constant(value_int=ignore_index), labels)))
+    labels = op.Where(counts, labels, 0)
+    label_weight = op.Where(counts, op.Gather(weights, labels), 0)
     of_label = op.Squeeze(op.GatherElements(nll, op.Unsqueeze(labels, [1]), axis=1), [1])
     of_all = op.ReduceSum(nll * _along_classes(op, weights, logits), [1], keepdims=0)
     share = smoothing / op.CastLike(_class_count(op, logits), logits)
-    return (1 - smoothing) * label_weight * of_label + share * op.Where(kept, of_all, 0), label_weight
+    return (1 - smoothing) * label_weight * of_label + share * op.Where(counts, of_all, 0), label_weight
 
 
 @function("loss")

@@ -14,16 +14,7 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, Function, function
 from onward.constants import HALVES
 from onward.errors import RecipeError
-from onward.recipe.optimizers.arithmetic import (
-    add,
-    declared_scalar,
-    double,
-    mul,
-    rounded,
-    scaled,
-    single,
-    typed,
-)
+from onward.recipe.optimizers.arithmetic import add, declared_scalar, double, mul, rounded, scaled, single, typed
 
 
 @function("squared_norm")
@@ -61,11 +52,7 @@ def clip_to_value(op: Builder, g: Expr, limit: Expr) -> Expr:
     return op.Clip(g, -bound, bound)
 
 
-_BY_VARIANT: dict[str, Function] = {
-    "torch": scale_to_norm,
-    "optax": scale_to_norm_optax,
-    "keras": scale_to_norm_optax,
-}
+_BY_VARIANT: dict[str, Function] = {"torch": scale_to_norm, "optax": scale_to_norm_optax, "keras": scale_to_norm_optax}
 
 
 def clip_by_global_norm(

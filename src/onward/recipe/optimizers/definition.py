@@ -14,17 +14,10 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function
 from onward.constants import HALVES
-from onward.errors import RecipeError
+from onward.errors import RecipeError, alternatives
 from onward.model import TRAINING_DOMAIN
-from onward.recipe.optimizers.arithmetic import (
-    add_scaled,
-    coupled_decay,
-    declared_scalar,
-    decoupled_decay,
-    mul,
-    single,
-)
-from onward.recipe.spec import NOT_NEGATIVE, OF_OPTIMIZERS, check_options
+from onward.recipe.optimizers.arithmetic import add_scaled, coupled_decay, declared_scalar, decoupled_decay, mul, single
+from onward.recipe.spec import NOT_NEGATIVE, OF_OPTIMIZERS, check_options, checked_number
 
 Settings = SimpleNamespace
 """Every number and choice of a configured optimizer, as attributes."""
@@ -141,8 +134,7 @@ class UpdateCall(NamedTuple):
 
     @property
     def function(self) -> Function:
-        function: Function = getattr(self.update, self.decay)
-        return function
+        return getattr(self.update, self.decay)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -225,37 +217,35 @@ class Optimizer:
             names = " and ".join(f"`{name}`" for name in overrides if name in unused)
             raise RecipeError(
                 f"optimizer `{self.name}` with these settings has no use for {names}",
-                hint="leave it out, or choose what it belongs to (" + ", ".join(self.choices) + ")",
+                hint=f"leave it out, or change {alternatives([f'`{choice}`' for choice in self.choices])}",
             )
         return configured
 
     def number(self, name: str, setting: Any) -> float:
         """Convert the value of a hyper-parameter."""
-        try:
-            value = float(setting)
-        except (TypeError, ValueError):
-            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{setting}`, which is not a number") from None
-        OF_OPTIMIZERS.get(name, NOT_NEGATIVE).check(f"`{name}` of optimizer `{self.name}`", value)
-        return value
+        within = OF_OPTIMIZERS.get(name, NOT_NEGATIVE)
+        return checked_number(f"`{name}` of optimizer `{self.name}`", setting, within)
 
-    def _choice(self, name: str, allowed: tuple[Any, ...] | int, given: Any) -> Any:
-        """Return the allowed value for a value or its text from a command line."""
+    def _choice(self, name: str, allowed: tuple[Any, ...] | int, setting: Any) -> Any:
+        """Return the allowed value for a value, or for its text from a command line."""
+        if setting is None:
+            return allowed if isinstance(allowed, int) else allowed[0]
+        text = str(setting).lower()
         if isinstance(allowed, int):
-            text, expected = str(allowed if given is None else given), "a whole number, at least 1"
-            meant = int(text) if text.isdecimal() and int(text) >= 1 else None
+            expected, choices = "an integer, at least 1", [int(text)] if text.isdecimal() and int(text) >= 1 else []
         else:
-            text, expected = str(allowed[0] if given is None else given), " or ".join(f"`{v}`".lower() for v in allowed)
-            meant = next((value for value in allowed if str(value).lower() == text.lower()), None)
-        if meant is None:
-            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{given}`, but must be {expected}")
-        return meant
+            expected = " or ".join(f"`{value}`".lower() for value in allowed)
+            choices = [value for value in allowed if str(value).lower() == text]
+        if not choices:
+            raise RecipeError(f"`{name}` of optimizer `{self.name}` is `{setting}`, but must be {expected}")
+        return choices[0]
 
 
 @dataclass(frozen=True)
 class ConfiguredOptimizer:
     """An optimizer with all numbers and choices set."""
 
-    kind: Optimizer
+    definition: Optimizer
     values: Mapping[str, float]
     """Every number. The graph holds those in `inputs`, where they can be edited."""
     options: Mapping[str, Any]
@@ -267,13 +257,13 @@ class ConfiguredOptimizer:
     @property
     def effective(self) -> set[str]:
         """Numbers that change the result."""
-        initial = (name for name in self.kind.initial.values() if isinstance(name, str))
-        return {*self.kind.choose(self.settings, None).numbers, *initial}
+        initial = (name for name in self.definition.initial.values() if isinstance(name, str))
+        return {*self.definition.choose(self.settings, None).numbers, *initial}
 
     @property
     def decouples(self) -> bool:
         """True if weight decay acts on the weights alone."""
-        call = self.kind.choose(self.settings, None)
+        call = self.definition.choose(self.settings, None)
         return call.decay == "decoupled" or "weight_decay" in call.update.plain.inputs
 
     def slots(self, parameter: ir.Value) -> tuple[Slot, ...]:
@@ -289,9 +279,9 @@ class ConfiguredOptimizer:
 
     def standard(self, parameter: ir.Value) -> Standard | None:
         """Return the exact operator of the standard for this parameter, or None."""
-        if self.kind.standard is None or not self.options["standard"]:
+        if self.definition.standard is None or not self.options["standard"]:
             return None
-        standard = self.kind.standard(self.settings)
+        standard = self.definition.standard(self.settings)
         return standard if standard and standard.fits(parameter.dtype) else None
 
     def inputs(self, parameter: ir.Value) -> tuple[str, ...]:
@@ -318,18 +308,18 @@ class ConfiguredOptimizer:
         return results.pop("x"), results
 
     def _call(self, parameter: ir.Value) -> UpdateCall:
-        call = self.kind.choose(self.settings, _static_shape(parameter))
+        call = self.definition.choose(self.settings, _static_shape(parameter))
         if parameter.dtype not in HALVES:
             return call
         fused = self.options.get("fused", False)
         if self.options["variant"] == "torch":
             return call._replace(update=call.update.in_16_bits.get(fused, call.update))
         if fused:
-            raise RecipeError("`fused` says how PyTorch rounds 16 bits", hint="leave it out, or choose `variant=torch`")
+            raise RecipeError("`fused` needs `variant=torch`", hint="leave it out, or write `variant=torch`")
         return call
 
     def _initial(self, slot: str) -> float:
-        initial = self.kind.initial.get(slot, 0.0)
+        initial = self.definition.initial.get(slot, 0.0)
         return self.values[initial] if isinstance(initial, str) else initial
 
 
@@ -353,5 +343,5 @@ def _shared_node(op: Builder, op_type: str, *inputs: Expr, **attributes: Any) ->
 
 def _static_shape(parameter: ir.Value) -> Shape:
     if parameter.shape is None or not parameter.shape.is_static():
-        raise RecipeError(f"the shape of parameter `{parameter.name}` is not known")
+        raise RecipeError(f"the shape of parameter `{parameter.name}` is unknown")
     return tuple(parameter.shape.numpy())

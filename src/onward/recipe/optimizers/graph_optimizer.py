@@ -25,7 +25,7 @@ from onward.errors import RecipeError, list_names
 from onward.model import Model, load
 from onward.model.core import values
 from onward.model.walk import graphs_in
-from onward.recipe.spec import NOT_NEGATIVE, check_options
+from onward.recipe.spec import NOT_NEGATIVE, check_options, checked_number
 from onward.recipe.step_builder import take_apart
 from onward.standard import IR_VERSION
 from onward.transform.inline import inline
@@ -77,14 +77,14 @@ class FunctionOptimizer:
         if not self.parameters:
             raise RecipeError(
                 f"the optimizer `{self.name}` has no parameters among its inputs",
-                hint="name them `x` and `g`, or, for several at once, as the parameters, with `NAME/grad`",
+                hint="name inputs `x` and `g`; for several parameters, `NAME` and `NAME/grad`",
             )
         expected, actual = len(self.parameters) + len(self.state), len(self.update.graph.outputs)
         if expected != actual:
             raise RecipeError(
                 f"the optimizer `{self.name}` has {actual} outputs, but {len(self.parameters)} parameters and "
                 f"{len(self.state)} tensors of state",
-                hint="its outputs are the new parameters, and then the new state, in the order of the inputs",
+                hint="return the new parameters, then the new state, in the order of the inputs",
             )
 
     def bind(self, targets: Mapping[str, ir.Value]) -> FunctionOptimizer:
@@ -96,7 +96,7 @@ class FunctionOptimizer:
             what = f"does not update {list_names(missing, 3)}" if missing else f"is for {list_names(others, 3)}, too"
             raise RecipeError(
                 f"the optimizer `{self.name}` {what}",
-                hint="give it the parameters that it was made for, no more and no less: `groups`, `trainable`",
+                hint="select its parameters, and no others, with `groups` or `trainable`",
             )
         return bound
 
@@ -212,7 +212,7 @@ def _like(name: str, declared: ir.Value, target: ir.Value) -> ir.Value:
     return ir.Value(name=name, type=declared.type or target.type, shape=shape)
 
 
-# ---- as a recipe gives it --------------------------------------------------------------------------------------------
+# ---- in a recipe -----------------------------------------------------------------------------------------------------
 
 _DEFAULT_RATE = 1e-3
 OPTIONS = ("function", "lr", "initial", "name")
@@ -230,9 +230,7 @@ def open_function(source: Any) -> FunctionOptimizer:
         optional = {name: value for name, value in model.graph.initializers.items() if value in model.graph.inputs}
         for name in optional:
             model.graph.initializers.pop(name)
-        defaults = {
-            name: value.const_value.numpy() for name, value in optional.items() if value.const_value is not None
-        }
+        defaults = {name: v.const_value.numpy() for name, v in optional.items() if v.const_value is not None}
         lr = float(defaults.pop(RATE, np.asarray(_DEFAULT_RATE)))
         optimizer = FunctionOptimizer(model.graph.name or "optimizer", model, lr, defaults)
     optimizer.check()
@@ -249,14 +247,9 @@ def _as_model(function: ir.Function) -> Model:
 def change_options(optimizer: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:
     """Return the optimizer with other options: `lr`, `initial`, `name`."""
     initial = options.get("initial", {})
-    check_options(
-        f"the state of the optimizer `{optimizer.name}`", initial, {value.name or "": 0 for value in optimizer.state}
-    )
-    try:
-        lr = float(options.get(RATE, optimizer.lr))
-    except (TypeError, ValueError):
-        raise RecipeError(f"`lr` of optimizer `{optimizer.name}` is `{options[RATE]}`, which is not a number") from None
-    NOT_NEGATIVE.check(f"`lr` of optimizer `{optimizer.name}`", lr)
+    names = {value.name or "": 0 for value in optimizer.state}
+    check_options(f"the state of the optimizer `{optimizer.name}`", initial, names)
+    lr = checked_number(f"`lr` of optimizer `{optimizer.name}`", options.get(RATE, optimizer.lr), NOT_NEGATIVE)
     arrays = {name: np.asarray(value) for name, value in initial.items()}
     name = str(options.get("name", optimizer.name))
     return dataclasses.replace(optimizer, name=name, lr=lr, initial={**optimizer.initial, **arrays})

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from onward.arguments import coerce
 from onward.build import Builder, Expr
-from onward.errors import RecipeError, UnknownNameError, suggest_or_list
+from onward.errors import RecipeError, UnknownNameError, list_names, suggest_or_list
 from onward.model import Model
 from onward.recipe.layers import layers
 from onward.recipe.optimizers.definition import ConfiguredOptimizer
@@ -40,6 +40,7 @@ _NAMED = re.compile(r"(.+?)(:)(\w+=.*)", re.DOTALL)
 
 
 Given = Spec | FunctionOptimizer
+"""An optimizer as a recipe has it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +53,7 @@ class OptimizerGroup:
 
     def fact(self) -> dict[str, Any]:
         name = (
-            {"name": self.optimizer.kind.name, "options": dict(self.optimizer.options)}
+            {"name": self.optimizer.definition.name, "options": dict(self.optimizer.options)}
             if isinstance(self.optimizer, ConfiguredOptimizer)
             else {"name": self.optimizer.name, "options": {}, "is_function": True}
         )
@@ -84,9 +85,7 @@ def with_rate(spec: Any, lr: float) -> Any:
     if isinstance(optimizer, FunctionOptimizer):
         return change_options(optimizer, {RATE: lr})
     if RATE in optimizer.options:
-        raise RecipeError(
-            f"the learning rate is given twice: as {lr:g}, and in `{optimizer}`", hint="leave one of them out"
-        )
+        raise RecipeError(f"the learning rate is given twice: {lr:g}, and in `{optimizer}`", hint="leave one out")
     return Spec(optimizer.name, {RATE: lr, **optimizer.options})
 
 
@@ -104,9 +103,7 @@ def patterns(specs: Sequence[Any]) -> list[str]:
 def opset_of(default: Given, given: Sequence[Any]) -> int:
     """Return the operator set that graph optimizers need; 0 if there are none."""
     optimizers = [default, *(_parse_group(item, default)[1] for item in given)]
-    return max(
-        (optimizer.update.opset for optimizer in optimizers if isinstance(optimizer, FunctionOptimizer)), default=0
-    )
+    return max((opt.update.opset for opt in optimizers if isinstance(opt, FunctionOptimizer)), default=0)
 
 
 def groups(
@@ -127,14 +124,13 @@ def groups(
     for item in given:
         match, spec = _parse_group(item, default)
         if not matching(match, everything, roles):
-            listed = ", ".join(f"`{pattern}`" for pattern in match)
             hint = suggest_or_list(match[0].strip("*"), everything)
-            raise UnknownNameError(f"{listed} matches no parameter", hint=hint)
+            raise UnknownNameError(f"{list_names(match, 6)} matches no parameter", hint=hint)
         members = [remaining.pop(name) for name in matching(match, list(remaining), roles)]
         if not members:
             raise RecipeError(
-                f"the group `{', '.join(match)}` is left without a parameter: groups before it have them all",
-                hint="each parameter goes to the first group that matches it; put this one first, or leave it out",
+                f"groups before `{', '.join(match)}` match all its parameters",
+                hint="put it first, or leave it out: the first group that matches a parameter counts",
             )
         divided.append((spec, members))
     divided.append((default, list(remaining.values())))
@@ -149,15 +145,12 @@ def _parse_group(item: Any, default: Given) -> tuple[list[str], Given]:
         named = _NAMED.fullmatch(item)
         pattern, colon, rest = named.groups() if named else item.partition(":")
         if "=" in pattern and not colon:
-            raise RecipeError(
-                f"the group `{item}` does not say which parameters it is for", hint=f"write `*.bias:{item}`"
-            )
+            raise RecipeError(f"the group `{item}` has no pattern of parameters", hint=f"write `*.bias:{item}`")
         item = {"match": pattern, **parse_options(rest, item)}
-    if not isinstance(item, Mapping) or "match" not in item:
-        raise RecipeError(f"the group {item!r} does not say which parameters it is for", hint="write `*.bias:lr=1e-4`")
-    match = coerce("`match` of a group", item["match"], Sequence[str])
+    has_pattern = isinstance(item, Mapping) and "match" in item
+    match = coerce("`match` of a group", item["match"], Sequence[str]) if has_pattern else ()
     if not match:
-        raise RecipeError("a group has no pattern that says which parameters it is for", hint="write `*.bias:lr=1e-4`")
+        raise RecipeError(f"the group {item!r} has no pattern of parameters", hint="write `*.bias:lr=1e-4`")
     changes = {key: value for key, value in item.items() if key not in ("match", "optimizer")}
     base = given_optimizer(item["optimizer"]) if "optimizer" in item else default
     if isinstance(base, FunctionOptimizer):
@@ -173,28 +166,21 @@ _FIRST, _LAST = "first", "last"
 
 def divide_by_depth(groups: Sequence[OptimizerGroup], graph: ir.Graph, decay: float) -> list[OptimizerGroup]:
     """Divide groups by depth: the rate of a block is `decay` times that of the next block."""
-    whole = [group.optimizer.name for group in groups if isinstance(group.optimizer, FunctionOptimizer)]
-    if whole:
-        raise RecipeError(
-            f"the optimizer `{whole[0]}` updates all its parameters at once, which cannot be divided by depth",
-            hint="leave `lr_decay` out",
-        )
     depth_of = depths(graph, [value for group in groups for value in group.parameters])
-    parts = [
-        (group, depth, members)
-        for group in groups
-        for depth in sorted({depth_of[value] for value in group.parameters})
-        if (members := [value for value in group.parameters if depth_of[value] == depth])
-    ]
-    return [
-        OptimizerGroup(f"group{i}", _slower(group.optimizer, decay**depth), members)
-        for i, (group, depth, members) in enumerate(parts)
-    ]
-
-
-def _slower(optimizer: ConfiguredOptimizer | FunctionOptimizer, factor: float) -> ConfiguredOptimizer:
-    assert isinstance(optimizer, ConfiguredOptimizer)
-    return dataclasses.replace(optimizer, values={**optimizer.values, "lr": optimizer.values["lr"] * factor})
+    divided: list[OptimizerGroup] = []
+    for group in groups:
+        optimizer = group.optimizer
+        if isinstance(optimizer, FunctionOptimizer):
+            raise RecipeError(
+                f"`lr_decay` cannot divide the optimizer `{optimizer.name}`, which updates all parameters at once",
+                hint="leave `lr_decay` out",
+            )
+        for depth in sorted({depth_of[value] for value in group.parameters}):
+            values = {**optimizer.values, RATE: optimizer.values[RATE] * decay**depth}
+            members = [value for value in group.parameters if depth_of[value] == depth]
+            slower = dataclasses.replace(optimizer, values=values)
+            divided.append(OptimizerGroup(f"group{len(divided)}", slower, members))
+    return divided
 
 
 def depths(graph: ir.Graph, parameters: Sequence[ir.Value]) -> dict[ir.Value, int]:
@@ -247,7 +233,7 @@ class _PerParameter:
     """An optimizer of the table, which updates one parameter at a time."""
 
     def __init__(self, builder: StepBuilder, group: OptimizerGroup, optimizer: ConfiguredOptimizer, targets: Targets):
-        self._assembly = builder
+        self._builder = builder
         self._group = group
         self._optimizer = optimizer
         self._targets = targets
@@ -256,7 +242,7 @@ class _PerParameter:
     def _declare(self, value: ir.Value) -> dict[str, ir.Value]:
         slots = {}
         for slot in self._optimizer.slots(self._targets[value]):
-            state = self._assembly.state(
+            state = self._builder.state(
                 f"{value.name}/{slot.name}",
                 full_tensor(slot.initial, slot.dtype, slot.shape),
                 lambda op, slot=slot: fill(op, slot.initial, slot.dtype, slot.shape),  # type: ignore[misc]
@@ -279,7 +265,7 @@ class _PerParameter:
         target, group, optimizer = self._targets[value], self._group.name, self._optimizer
         gradient = like_target(op, gradient, target)
         hyper = {
-            key: op(self._assembly.hyper(f"{group}/{key}", optimizer.values[key], group).value)
+            key: op(self._builder.hyper(f"{group}/{key}", optimizer.values[key], group).value)
             for key in optimizer.inputs(target)
         }
         slots = {slot: op(state) for slot, state in self._slots[value].items()}
@@ -305,7 +291,7 @@ class _WholeGroup:
         name, owner = value.name or "", self._optimizer.owner_of(value.name or "")
         if value.dtype is None or value.shape is None or not value.shape.is_static():
             raise RecipeError(
-                f"type or shape of the state `{value.name}` of the optimizer `{self._optimizer.name}` is not known",
+                f"type or shape of the state `{value.name}` of `{self._optimizer.name}` is unknown",
                 hint="declare both with the inputs of the function",
             )
         initial = self._optimizer.initial.get(value.name or "", np.zeros(()))

@@ -873,7 +873,7 @@ def _muon(s: Settings, shape: Shape | None) -> UpdateCall:
     if shape is not None and len(shape) != 2:
         raise RecipeError(
             f"optimizer `muon` is for matrices, but a parameter has the shape {list(shape)}",
-            hint="give what is not a matrix to another optimizer, such as `adamw`",
+            hint='write `groups=[{"match": "*.bias", "optimizer": "adamw"}]` for other parameters',
         )
     rows, columns = shape or (1, 1)
     return UpdateCall(muon(nesterov=s.nesterov, adjust=s.adjust_lr_fn, steps=s.ns_steps, tall=rows > columns))
@@ -882,15 +882,7 @@ def _muon(s: Settings, shape: Shape | None) -> UpdateCall:
 _define(
     "muon",
     "Muon (Jordan et al. 2024): orthogonal steps, for matrices; as torch.optim.Muon, in the parameter's own type",
-    {
-        "lr": 1e-3,
-        "momentum": 0.95,
-        "eps": 1e-7,
-        "weight_decay": 0.1,
-        "ns_a": 3.4445,
-        "ns_b": -4.775,
-        "ns_c": 2.0315,
-    },
+    {"lr": 1e-3, "momentum": 0.95, "eps": 1e-7, "weight_decay": 0.1, "ns_a": 3.4445, "ns_b": -4.775, "ns_c": 2.0315},
     _muon,
     variants={"torch": {}},
     options={"nesterov": (True, False), "adjust_lr_fn": ("original", "match_rms_adamw"), "ns_steps": 5},

@@ -7,13 +7,7 @@ training and evaluation share it. Augmentation is part of the training step alon
 """
 
 from onward.recipe.preprocessing.augment import Augmentation, notes_on_moves, shared_axes
-from onward.recipe.preprocessing.join import (
-    ModelInput,
-    open_preprocessing,
-    opset_of,
-    put_before,
-    with_preprocessing,
-)
+from onward.recipe.preprocessing.join import ModelInput, open_preprocessing, opset_of, put_before, with_preprocessing
 from onward.recipe.preprocessing.pipeline import Pipeline, Raw, Single, by_input, pipelines
 
 __all__ = [

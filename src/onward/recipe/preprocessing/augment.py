@@ -69,21 +69,19 @@ class Augmentation:
         augment: Mapping[str, Any],
         along: Sequence[str] | str | None,
     ):
-        self._assembly, self._op, self._sites = builder, builder.op.scoped("augment"), Names()
+        self._builder, self._op, self._sites = builder, builder.op.scoped("augment"), Names()
         self._along = ([] if along == _NONE else [along]) if isinstance(along, str) else along
-        self._specs = {name: specs_of(given, AUGMENTATIONS) for name, given in augment.items()}
+        self._specs = {name: specs_of(operations, AUGMENTATIONS) for name, operations in augment.items()}
         moving = [name for name in self._specs if self._moves_of(name)]
         if self._along and not moving:
-            raise RecipeError(
-                "`move_with_image` has no effect without `flip` or `crop` in `augment`", hint="leave it out"
-            )
+            raise RecipeError("`move_with_image` needs `flip` or `crop` in `augment`", hint="leave it out")
         values = {value.name: value for value in builder.model.inputs}
-        self._entries = {name: entries.get(name) or self._as_it_is(values[name]) for name in inputs}
+        self._entries = {name: entries.get(name) or self._unprocessed(values[name]) for name in inputs}
         self._image = self._entries[moving[0]] if moving else None
         self._moves: list[_Operation] = []
         """The flips and crops of the image, in order."""
         self._size: list[Expr] = []
-        self._moved, self._kept = [*moving], list[str]()
+        self._moved, self._fixed = [*moving], list[str]()
         for other in moving[1:] if self._along != [] else ():
             first = moving[0]
             way_out = 'let each move by itself: `move_with_image="none"` (`--move-with-image none`)'
@@ -102,12 +100,11 @@ class Augmentation:
 
     def move_targets(self) -> dict[ir.Value, ir.Value]:
         """Move the targets of the loss; return input of the step -> the moved value."""
-        graph = self._assembly.step.algorithm
+        graph = self._builder.step.algorithm
         names = [*self._entries, *(value.name or "" for value in graph.inputs)]
         if unknown := [name for name in self._along or () if name not in names]:
-            raise UnknownNameError(
-                f"there is no input or target `{unknown[0]}` to move", hint=suggest_or_list(unknown[0], names)
-            )
+            hint = suggest_or_list(unknown[0], names)
+            raise UnknownNameError(f"no input or target `{unknown[0]}` for `move_with_image`", hint=hint)
         if self._image is None:
             return {}
         moved: dict[ir.Value, ir.Value] = {}
@@ -121,12 +118,12 @@ class Augmentation:
                 node.replace_input_with(index, new)
             moved[value] = new
         graph.sort()
-        self._assembly.fact("augmentation", {"moved": self._moved, "kept": self._kept})
+        self._builder.fact("augmentation", {"moved": self._moved, "kept": self._fixed})
         return moved
 
     # ---- inputs ------------------------------------------------------------------------------------------------------
 
-    def _as_it_is(self, value: ir.Value) -> ModelInput:
+    def _unprocessed(self, value: ir.Value) -> ModelInput:
         is_augmented = value.name in self._specs
         return ModelInput(
             value, value, form_of(value) if is_augmented else SampleShape.of(dims_of(value.shape or ())[1:])
@@ -140,8 +137,7 @@ class Augmentation:
         x, specs = self._op(entry.point), self._specs.get(name, [])
         if specs and (entry.point.dtype is None or not entry.point.dtype.is_floating_point()):
             raise RecipeError(
-                f"what is augmented are floating-point numbers, and `{name}` is not",
-                hint="add preprocessing, such as `scale`, which makes it such",
+                f"`augment` needs floating-point numbers, and `{name}` has none", hint="write `preprocess=scale`"
             )
         if name not in self._moved and self._image is not None:
             form = self._form(name, entry.point, entry)
@@ -153,7 +149,7 @@ class Augmentation:
             options = arguments(function, spec.options)
             operation = next(shared, None) if spec.name in MOVES else None
             if operation is None:
-                key = self._assembly.random_key(self._sites.fresh(f"augment/{name}/{spec.name}"))
+                key = self._builder.random_key(self._sites.fresh(f"augment/{name}/{spec.name}"))
                 operation = _Operation(function, options, Draws(x, len(entry.form.dims), key))
                 if spec.name in MOVES:
                     self._moves.append(operation)
@@ -193,11 +189,11 @@ class Augmentation:
         if form is not None:
             self._moved.append(name)
         elif value.dtype is not None and value.dtype.is_floating_point() and len(value.shape or ()) > 1:
-            self._kept.append(name)  # it may hold coordinates
+            self._fixed.append(name)  # it may hold coordinates
         return form
 
     def _has_none(self, sizes: _Sizes | None) -> bool:
-        """True if a sample is a flat row of numbers that are not pixels: a class, some amounts."""
+        """True if a sample is a flat row of numbers that are not pixels: a class, or amounts."""
         if sizes is None or len(sizes) != 2:
             return sizes is not None and len(sizes) < 2
         assert self._image is not None
@@ -212,8 +208,8 @@ class Augmentation:
         form = next(iter(_forms(sizes, self._image)), None)
         if form is None:
             raise RecipeError(
-                f"`{name}` has no height and width that could move",
-                hint="only masks and images move: [N, height, width], with or without channels",
+                f"`{name}` of `move_with_image` has no height and width",
+                hint="leave it out: only masks and images move, [N, height, width] with or without channels",
             )
         own, whole = _at(sizes or (), form), _height_and_width(self._image)
         numbers = [[next((n for n in names if isinstance(n, int)), None) for names in side] for side in (own, whole)]
@@ -221,15 +217,13 @@ class Augmentation:
         if self._image.resized_by is not None:
             raise RecipeError(
                 f"`{self._image.resized_by}` changes the size of images after they are moved",
-                hint=f"put it before `normalize`, so that `{name}` can move with them",
+                hint="put it before `normalize`",
             )
         if numbers[0] == [None, None]:
-            return form  # a size that does not fit is refused as the step runs
+            return form  # the step checks the size
         ratios = {math.nan if not a or not b else b / a for a, b in zip(*numbers, strict=True)}
         if len(ratios) > 1 or not ratios.pop() > 0:
-            raise RecipeError(
-                f"`{name}` is {texts[0]} and the image {texts[1]}: it cannot move along", hint="resize it in the data"
-            )
+            raise RecipeError(f"`{name}` is {texts[0]}, but the image is {texts[1]}", hint="resize it in the data")
         if any(move.function is AUGMENTATIONS["crop"] for move in self._moves):
             raise RecipeError(
                 f"`crop` moves by pixels, and `{name}` is {texts[0]}, not {texts[1]}",
@@ -247,23 +241,22 @@ class Augmentation:
             flags = " ".join(f"--move-with-image {input_name}" for input_name in names or [_NONE])
             return f"`move_with_image={[*names] or _NONE!r}` (`{flags}`)".replace("'", '"')
 
-        ways = [f"if it holds coordinates, leave {moves} out", f"if it stays as it is: {say(others)}"]
+        hints = [f"if it holds coordinates, leave {moves} out", f"if it must not move: {say(others)}"]
         if self._image.resized_by is not None:
-            ways.insert(0, f"put `{self._image.resized_by}` before `normalize`, if this is what makes its size differ")
+            hints.insert(0, f"put `{self._image.resized_by}` before `normalize`, if this makes its size differ")
         else:
             try:
                 self._named_form(name, _sizes(value))
                 remedy = say([*others, name])
             except RecipeError:
                 remedy = "give it the height and width of the image"
-            ways.insert(1, f"if it is a mask or image: {remedy}")
-        return RecipeError(
-            f"`{name}` {_show(value.shape)} may have to move with `{image}` under {moves}", hint="; ".join(ways)
-        )
+            hints.insert(1, f"if it is a mask or image: {remedy}")
+        message = f"`{name}` {_show(value.shape)} may have to move with `{image}` under {moves}"
+        return RecipeError(message, hint="; ".join(hints))
 
     def _ignored(self, value: ir.Value) -> float:
         """Return the value that a crop fills in: the class that the loss ignores, else 0."""
-        facts = self._assembly.step.fact("train.loss") or []
+        facts = self._builder.step.fact("train.loss") or []
         options = [fact.get("options", {}) for fact in facts if value.name in fact["inputs"]]
         return float(next((o["ignore_index"] for o in options if o.get("ignore_index") is not None), 0))
 
@@ -274,7 +267,7 @@ def notes_on_moves(step: Step) -> list[str]:
     if not isinstance(fact, dict):
         return []
     moved, fixed = (list_names(fact.get(key) or [], 6) for key in ("moved", "kept"))
-    return [f"augmentation moves {moved} alike" + (f"; {fixed} stays as it is" if fixed else "")]
+    return [f"augmentation moves {moved} together" + (f"; {fixed} does not move" if fixed else "")]
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------

@@ -50,8 +50,7 @@ class Draws:
     def _one_each(self) -> Expr:
         op = self._op
         batch = op.Slice(op.Shape(self._x), [0], [1])
-        ones: Expr = op.Concat(batch, [1] * self._axes, axis=0)
-        return ones
+        return op.Concat(batch, [1] * self._axes, axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +67,7 @@ class Chance(ImageBatch):
         """Clip values to the range of images, if it is known."""
         if self.limit is None:
             return x
-        clipped: Expr = self.op.Clip(x, self.op.scalar(0.0, x), self.op.scalar(self.limit, x))
-        return clipped
+        return self.op.Clip(x, self.op.scalar(0.0, x), self.op.scalar(self.limit, x))
 
 
 # ---- geometry --------------------------------------------------------------------------------------------------------
@@ -79,11 +77,10 @@ def flip(chance: Chance, p: float = 0.5, direction: Literal["horizontal", "verti
     """Mirror an image with probability `p`; `direction` is `horizontal` or `vertical`."""
     chance.check("flip")
     if direction not in ("horizontal", "vertical"):
-        raise RecipeError(f"a flip cannot be `{direction}`", hint="use `horizontal` or `vertical`")
+        raise RecipeError(f"`direction` of `flip` is `{direction}`, but must be `horizontal` or `vertical`")
     axis = chance.form.axes[direction == "horizontal"]
     mirrored = chance.op.Slice(chance.x, [-1], [_LAST], [axis], [-1])
-    flipped: Expr = chance.op.Where(chance.draws.happens(p), mirrored, chance.x)
-    return flipped
+    return chance.op.Where(chance.draws.happens(p), mirrored, chance.x)
 
 
 def crop(chance: Chance, padding: int) -> Expr:
@@ -94,11 +91,12 @@ def crop(chance: Chance, padding: int) -> Expr:
     op, axes = chance.op, chance.form.axes
     around = [padding if axis in axes else 0 for axis in range(4)]
     fill = [op.scalar(chance.fill, chance.x)] if chance.fill else []
-    padded = op.Pad(chance.x, around * 2, *fill)  # all axes: with some, ONNX Runtime 1.31 fails between Transposes
+    # Pads of all axes: with an input for the axes, ONNX Runtime 1.31 fails between Transposes.
+    padded = op.Pad(chance.x, around * 2, *fill)
     offsets = [op.Cast(op.Floor(u * (2 * padding + 1)), to=ir.DataType.INT64) for u in chance.draws.per_sample(2)]
     shape, wide = op.Shape(chance.x), op.Shape(padded)
-    last = max(axes) + 1  # behind it are the channels, if anything: they are moved together
-    places: Expr | None = None
+    last = max(axes) + 1  # behind it are only channels, which move together
+    indices: Expr | None = None
     for axis in range(last):
         count = op.Gather(shape, np.int64(axis))
         if chance.size is not None and axis in axes:
@@ -109,11 +107,10 @@ def crop(chance: Chance, padding: int) -> Expr:
             along = along + (offset if last == 4 else op.Squeeze(offset, [3]))
         if axis < last - 1:
             along = along * op.ReduceProd(op.Slice(wide, [axis + 1], [last]), keepdims=0)
-        places = along if places is None else places + along
+        indices = along if indices is None else indices + along
     pixels = op.Reshape(padded, op.Concat([-1], op.Slice(shape, [last], [4]), axis=0))
-    window: Expr = op.Gather(pixels, places)
-    # A mask must have as many pixels as the image: what is declared with symbols may differ in the
-    # data.
+    window: Expr = op.Gather(pixels, indices)
+    # A mask must have as many pixels as the image, which symbolic dimensions do not guarantee.
     return window if chance.size is None else op.Reshape(window, shape)
 
 
@@ -121,7 +118,10 @@ def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) 
     """Fill a rectangle with 0 with probability `p`; `area=[0.02,0.33]` bounds its share."""
     chance.check("erase")
     _check_probability(p)
-    small, large = _range("area", area)
+    bounds = list(area) if isinstance(area, Sequence) and not isinstance(area, str) else []
+    is_right = len(bounds) == 2 and all(map(is_number, bounds)) and 0 < bounds[0] <= bounds[1] < 1
+    _check("area", area, is_right, "two numbers between 0 and 1, such as area=[0.02,0.33]")
+    small, large = map(float, bounds)
     op = chance.op
     happens, share, ratio, *places = chance.draws.per_sample(5)
     counts = [op.Gather(op.Shape(chance.x), np.int64(axis)) for axis in chance.form.axes]
@@ -134,17 +134,16 @@ def erase(chance: Chance, p: float = 0.5, area: Sequence[float] = (0.02, 0.33)) 
         start = op.Floor(places[at] * (lengths[at] - side + 1.0))
         along = op.Cast(_along(op, counts[at], chance.form.axes[at], 4), to=ir.DataType.FLOAT)
         covered = op.And(covered, op.And(along >= start, along < start + side))
-    erased: Expr = op.Where(covered, op.scalar(0.0, chance.x), chance.x)
-    return erased
+    return op.Where(covered, op.scalar(0.0, chance.x), chance.x)
 
 
-_LONGEST = 3.3  # times as long as wide is a rectangle at most
+_LONGEST = 3.3
+"""Largest ratio of the sides of a rectangle, as in torchvision."""
 
 
 def _along(op: Builder, count: Expr, axis: int, rank: int) -> Expr:
     numbers = op.Range(np.int64(0), count, np.int64(1))
-    along: Expr = op.Reshape(numbers, [-1 if other == axis else 1 for other in range(rank)])
-    return along
+    return op.Reshape(numbers, [-1 if other == axis else 1 for other in range(rank)])
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -171,8 +170,7 @@ def noise(chance: Chance, std: float = 0.05) -> Expr:
 def _factor(chance: Chance, amount: Any) -> Expr:
     _check("amount", amount, is_number(amount) and 0 < amount <= 1, "a number from 0 to 1")
     (number,) = chance.draws.per_sample()
-    factor: Expr = chance.op.CastLike(number * (2.0 * amount) + (1.0 - amount), chance.x)
-    return factor
+    return chance.op.CastLike(number * (2.0 * amount) + (1.0 - amount), chance.x)
 
 
 AUGMENTATIONS: Mapping[str, Callable[..., Expr]] = {
@@ -189,10 +187,3 @@ def _check_probability(p: Any) -> None:
 def _check(name: str, value: Any, is_right: bool, what: str) -> None:
     if not is_right:
         raise RecipeError(f"`{name}` is `{value}`, but must be {what}")
-
-
-def _range(name: str, given: Any) -> tuple[float, float]:
-    numbers = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else []
-    is_right = len(numbers) == 2 and all(is_number(number) for number in numbers) and 0 < numbers[0] <= numbers[1] < 1
-    _check(name, given, is_right, f"two numbers between 0 and 1, such as {name}=[0.02,0.33]")
-    return float(numbers[0]), float(numbers[1])

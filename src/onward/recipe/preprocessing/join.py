@@ -13,7 +13,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.build import Builder
-from onward.errors import RecipeError
+from onward.errors import RecipeError, list_names
 from onward.model import Model, load
 from onward.model.serde import stamp
 from onward.model.state import PREPROCESSING, ROLE_KEY, with_tags
@@ -134,7 +134,7 @@ def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
     graph.insert_before(graph[0], nodes)
 
 
-# ---- a graph that somebody drew --------------------------------------------------------------------------------------
+# ---- a graph ---------------------------------------------------------------------------------------------------------
 
 
 def _put_graph_before(model: Model, source: Model) -> dict[str, ModelInput]:
@@ -153,7 +153,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, ModelInput]:
         output.name, output.type, output.shape = value.name, value.type, value.shape
         value.replace_all_uses_with(output, replace_graph_outputs=True)
         entries[name] = ModelInput(output, output, form_of(value))
-    for value in raw:  # they are called as they were; the name of an input that is joined is free again
+    for value in raw:  # they get their old names back; the name of a joined input is free again
         name = (value.name or "").removeprefix(_PREFIX)
         name = free if (free := name.removesuffix(RAW)) in joins else name
         value.name = name if name in joins else names.fresh(name)
@@ -163,7 +163,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, ModelInput]:
     for domain, version in first.ir.opset_imports.items():
         if model.ir.opset_imports.setdefault(domain, version) < version and domain == ML_DOMAIN:
             raise RecipeError(
-                f"the model has version {model.ir.opset_imports[domain]} of {domain}, and its preprocessing {version}"
+                f"the model has version {model.ir.opset_imports[domain]} of {domain}, but its preprocessing {version}"
             )
     return entries
 
@@ -173,16 +173,15 @@ def _joins(model: Model, first: Model) -> dict[str, ir.Value]:
     inputs = [value.name or "" for value in model.inputs]
     outputs = {(value.name or "").removeprefix(_PREFIX): value for value in first.outputs}
     if idle := [name for name, output in outputs.items() if output.producer() is None]:
-        raise RecipeError(f"the preprocessing hands `{idle[0]}` on as it is", hint="leave that out of it")
+        raise RecipeError(f"the preprocessing does not change `{idle[0]}`", hint="leave it out")
     if same := [name for name in outputs if name in inputs]:
         return {name: outputs[name] for name in same}
     if len(outputs) == 1:
         return dict.fromkeys(by_input(model, ()), *outputs.values())
     if len(outputs) != len(inputs):
         raise RecipeError(
-            f"the preprocessing gives {', '.join(f'`{name}`' for name in outputs)}, and the model takes "
-            f"{', '.join(f'`{name}`' for name in inputs)}",
-            hint="name its outputs as the inputs that they are for (`onward rename`)",
+            f"the preprocessing gives {list_names(list(outputs), 6)}, and the model takes {list_names(inputs, 6)}",
+            hint="give its outputs the names of the inputs (`onward rename`)",
         )
     return dict(zip(inputs, outputs.values(), strict=True))
 
@@ -190,15 +189,10 @@ def _joins(model: Model, first: Model) -> dict[str, ir.Value]:
 def _check_join(output: ir.Value, value: ir.Value) -> None:
     name = (output.name or "").removeprefix(_PREFIX)
     if output.dtype is not None and value.dtype is not None and output.dtype != value.dtype:
-        raise RecipeError(
-            f"`{name}` of the preprocessing is {output.dtype.name.lower()}, but `{value.name}` of the model is "
-            f"{value.dtype.name.lower()}",
-            hint="let it end with a Cast",
-        )
+        types = f"is {output.dtype.name.lower()}, but `{value.name}` of the model is {value.dtype.name.lower()}"
+        raise RecipeError(f"`{name}` of the preprocessing {types}", hint="add a Cast at its end")
     if output.shape is not None and value.shape is not None:
         output_shape, input_shape = (SampleShape(dims_of(shape), 0) for shape in (output.shape, value.shape))
         if not input_shape.fits(output_shape.dims):
-            raise RecipeError(
-                f"`{name}` of the preprocessing has the shape {output_shape}, but `{value.name}` of the model has "
-                f"{input_shape}"
-            )
+            shapes = f"has the shape {output_shape}, but `{value.name}` of the model has {input_shape}"
+            raise RecipeError(f"`{name}` of the preprocessing {shapes}")

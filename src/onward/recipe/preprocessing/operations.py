@@ -26,7 +26,7 @@ def dims_of(shape: Iterable[Any]) -> Dims:
 
 @dataclasses.dataclass(frozen=True)
 class SampleShape:
-    """The shape of a sample. An unknown dimension is None."""
+    """The shape of a sample, with None for unknown dimensions."""
 
     dims: Dims
     channels: int
@@ -93,16 +93,13 @@ def check_picture(name: str, form: SampleShape) -> None:
     """Raise if a sample is not an image."""
     if not form.is_picture:
         raise RecipeError(
-            f"`{name}` is for pictures, and a sample has the shape {form} there",
-            hint="a picture has three dimensions: channels, height and width",
+            f"`{name}` is for images, but a sample has the shape {form}",
+            hint="leave it out: an image has three axes, channels, height and width",
         )
 
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-# ---- operations ------------------------------------------------------------------------------------------------------
 
 
 PRESETS = {"imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
@@ -121,7 +118,7 @@ class Operation:
 def scale(picture: ImageBatch, max: float = 255.0) -> ImageBatch:
     """Scale values from 0..`max` to 0..1."""
     if not is_number(max) or max <= 0:
-        raise RecipeError(f"`scale` divides by `max`, which is `{max}`", hint="such as `scale:max=255`")
+        raise RecipeError(f"`max` of `scale` is `{max}`, but must be positive", hint="write `scale:max=255`")
     limit = picture.limit / max if picture.limit is not None else None
     return picture.changed(picture.x / float(max), limit=limit)
 
@@ -133,13 +130,11 @@ def normalize(picture: ImageBatch, mean: Any = 0.0, std: Any = 1.0, preset: str 
     if preset is not None:
         mean, std = lookup("preset", preset, PRESETS)
         if picture.limit is not None and picture.limit > 1:
-            raise RecipeError(
-                f"`normalize:preset={preset}` is for values from 0 to 1, and these go to {picture.limit:g}",
-                hint="put `scale` before it",
-            )
+            message = f"`normalize:preset={preset}` is for values from 0 to 1, and these go to {picture.limit:g}"
+            raise RecipeError(message, hint="put `scale` before it")
     means, stds = (_per_channel(picture.form, name, value) for name, value in (("mean", mean), ("std", std)))
     if not (stds > 0).all():
-        raise RecipeError("`normalize` divides by `std`, which must be positive")
+        raise RecipeError(f"`std` of `normalize` is `{std}`, but must be positive")
     return picture.changed((picture.x - means) / stds, limit=None)
 
 
@@ -149,7 +144,7 @@ def _per_channel(form: SampleShape, name: str, value: Any) -> np.ndarray:
         raise RecipeError(f"`{name}` of `normalize` is `{value}`, not a number or a list of numbers")
     count = form.dims[form.channels] if form.dims else None
     if len(numbers) > 1 and count not in (None, len(numbers)):
-        raise RecipeError(f"`{name}` of `normalize` has {len(numbers)} numbers for {count} channels of {form}")
+        raise RecipeError(f"`{name}` of `normalize` has {len(numbers)} numbers for {count} channels")
     axis = form.channels if len(numbers) > 1 else max(len(form.dims) - 1, 0)
     return np.asarray(numbers, np.float32).reshape(-1, *[1] * (len(form.dims) - 1 - axis))
 
@@ -158,8 +153,8 @@ def _per_channel(form: SampleShape, name: str, value: Any) -> np.ndarray:
 
 
 def decode(picture: ImageBatch, format: str = "RGB") -> ImageBatch:
-    """Decode an image file to `RGB`, `BGR` or `Grayscale`. For a pipeline that stands alone."""
-    count = lookup("format of pictures", format, {"RGB": 3, "BGR": 3, "Grayscale": 1})
+    """Decode an image file to `RGB`, `BGR` or `Grayscale`. For a separate pipeline."""
+    count = lookup("image format", format, {"RGB": 3, "BGR": 3, "Grayscale": 1})
     op = picture.op
     image = op.Unsqueeze(op.ImageDecoder(picture.x, pixel_format=format), [0])
     image = op.Cast(image, to=ir.DataType.FLOAT)
@@ -169,12 +164,12 @@ def decode(picture: ImageBatch, format: str = "RGB") -> ImageBatch:
 
 def _of_file(form: SampleShape) -> SampleShape:
     raise RecipeError(
-        "`decode` is for a pipeline that stands alone: pictures that are data are decoded as they are read",
-        hint="leave it out here; `onward pipeline 'decode ...'` makes one that begins with it",
+        "`decode` is for a separate pipeline: data files are decoded when they are read",
+        hint="leave it out, or make a pipeline: `onward pipeline 'decode resize:32 scale'`",
     )
 
 
-# ---- pictures --------------------------------------------------------------------------------------------------------
+# ---- images ----------------------------------------------------------------------------------------------------------
 
 
 def resize(picture: ImageBatch, size: Any, keep: bool = False) -> ImageBatch:
@@ -187,7 +182,8 @@ def resize(picture: ImageBatch, size: Any, keep: bool = False) -> ImageBatch:
     op, sizes = picture.op, np.asarray([height, width], np.int64)
     if keep:
         if height != width:
-            raise RecipeError(f"`resize:size={size}` has two sizes, and `keep` is for that of the shorter side")
+            message = f"`resize:size={size}` has two sizes, but `keep` needs one: that of the shorter side"
+            raise RecipeError(message, hint="write `resize:size=32,keep=true`")
         old_size = op.Gather(op.Shape(picture.x), np.asarray(picture.form.axes, np.int64))
         sizes = op.Div(old_size * height, op.ReduceMin(old_size, keepdims=0))  # rounded down, as torchvision does
     resized = op.Resize(
@@ -197,7 +193,7 @@ def resize(picture: ImageBatch, size: Any, keep: bool = False) -> ImageBatch:
         sizes,
         mode="linear",
         antialias=1,
-        exclude_outside=1,  # what is beyond the border has no weight, as everywhere else
+        exclude_outside=1,  # pixels beyond the border have no weight, as in PIL and torchvision
         axes=list(picture.form.axes),
     )
     return _with_form(picture, resized, picture.form.sized(None, None) if keep else picture.form.sized(height, width))
@@ -209,7 +205,7 @@ def center_crop(picture: ImageBatch, size: Any) -> ImageBatch:
     op, target, axes = picture.op, size_of("center_crop", size), picture.form.axes
     for axis, length in zip(axes, target, strict=True):
         if (actual := picture.form.dims[axis - 1]) is not None and actual < length:
-            raise RecipeError(f"`center_crop:size={target[0]}x{target[1]}` is more than a picture of {picture.form}")
+            raise RecipeError(f"`center_crop:size={target[0]}x{target[1]}` is larger than images of {picture.form}")
     lengths = np.asarray(target, np.int64)
     old_size = op.Gather(op.Shape(picture.x), np.asarray(axes, np.int64))
     start = op.Div(old_size - lengths, np.int64(2))
@@ -242,10 +238,10 @@ def _of_any_size(name: str) -> Callable[[SampleShape], SampleShape]:
     return before
 
 
-def _of_grey(form: SampleShape) -> SampleShape:
+def _of_gray(form: SampleShape) -> SampleShape:
     check_picture("to_rgb", form)
     if form.dims[form.channels] not in (None, 3):
-        raise RecipeError(f"`to_rgb` gives three channels, and what comes next takes {form}")
+        raise RecipeError(f"`to_rgb` gives three channels, but the next operation takes {form}", hint="leave it out")
     return form.with_channels(1)
 
 
@@ -253,7 +249,7 @@ def _swap_axes(name: str, axis: int) -> Callable[[SampleShape], SampleShape]:
     def before(form: SampleShape) -> SampleShape:
         check_picture(name, form)
         if form.channels != axis:
-            raise RecipeError(f"`{name}` does not give {form}, which comes next", hint="leave it out")
+            raise RecipeError(f"`{name}` cannot give {form}, which the next operation takes", hint="leave it out")
         return form.turned()
 
     return before
@@ -264,7 +260,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "normalize": Operation(normalize),
     "resize": Operation(resize, _of_any_size("resize")),
     "center_crop": Operation(center_crop, _of_any_size("center_crop")),
-    "to_rgb": Operation(to_rgb, _of_grey),
+    "to_rgb": Operation(to_rgb, _of_gray),
     "channels_first": Operation(channels_first, _swap_axes("channels_first", 0)),
     "channels_last": Operation(channels_last, _swap_axes("channels_last", 2)),
     "decode": Operation(decode, _of_file),
@@ -284,7 +280,8 @@ def size_of(name: str, size: Any) -> tuple[int, int]:
     except ValueError:
         height = width = None
     if not all(is_number(length) and isinstance(length, int) and 0 < length < 2**31 for length in (height, width)):
-        raise RecipeError(f"`{name}` has the size `{size}`", hint=f"write `{name}:size=32` or `{name}:size=32x48`")
+        hint = f"write `{name}:size=32` or `{name}:size=32x48`"
+        raise RecipeError(f"`size` of `{name}` is `{size}`, but must be one or two integers", hint=hint)
     assert height is not None and width is not None
     return height, width
 

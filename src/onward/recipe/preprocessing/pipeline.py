@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import RecipeError, UnknownNameError, suggest
+from onward.errors import RecipeError, UnknownNameError, list_names, suggest
 from onward.model import Model
 from onward.recipe.preprocessing.operations import (
     OPERATIONS,
@@ -60,12 +60,12 @@ class Raw:
         check_options(f"`{INPUT}`", spec.options, {"dtype": "", "shape": "", "max": ""})
         name, shape, limit = str(spec.options.get("dtype", "uint8")), spec.options.get("shape"), spec.options.get("max")
         if limit is not None and not (is_number(limit) and limit > 0):
-            raise RecipeError(
-                f"`{limit}` is not the largest value of data", hint="such as `input:dtype=float32,max=255`"
-            )
+            message = f"`max` of `{INPUT}` is `{limit}`, but must be positive"
+            raise RecipeError(message, hint="write `input:dtype=float32,max=255`")
         dims = [None if dim == "?" else dim for dim in shape] if isinstance(shape, Sequence) else shape
         if dims is not None and not (isinstance(dims, list) and all(d is None or isinstance(d, int) for d in dims)):
-            raise RecipeError(f"`{shape}` is no shape", hint="such as `input:shape=[28,28]`, or [?,?,3] for any size")
+            hint = "write `input:shape=[28,28]`, or `[?,?,3]` for any size"
+            raise RecipeError(f"`shape` of `{INPUT}` is `{shape}`, not a list of sizes", hint=hint)
         return cls(lookup("type", name, _TYPES), None if dims is None else tuple(dims), limit)
 
     def spec(self) -> Spec:
@@ -88,9 +88,9 @@ class Pipeline:
         for spec in specs:
             arguments(lookup("preprocessing", spec.name, OPERATIONS).build, spec.options)
         if any(spec.name == TEXT for spec in specs) and (len(specs) > 1 or raw is not None):
-            raise RecipeError(f"`{TEXT}` makes all of text that a model takes, so it stands alone")
+            raise RecipeError(f"`{TEXT}` cannot be combined with other operations", hint="leave the others out")
         if any(spec.name == FILE for spec in specs[1:]) or (raw is not None and bool(specs) and specs[0].name == FILE):
-            raise RecipeError(f"`{FILE}` comes first: what it takes are the bytes of a file")
+            raise RecipeError(f"`{FILE}` must come first: it takes the bytes of a file", hint="put it first")
         return cls(tuple(specs), raw)
 
     @property
@@ -120,8 +120,8 @@ class Pipeline:
         for spec in reversed(self.specs):
             if spec.options.get("keep"):
                 raise RecipeError(
-                    f"`{spec}` leaves pictures different sizes, which make no batch",
-                    hint="that is for a pipeline that stands alone: `onward pipeline`",
+                    f"`{spec}` leaves images of different sizes, which make no batch",
+                    hint="leave `keep` out: it is for separate pipelines (`onward pipeline`)",
                 )
             model = OPERATIONS[spec.name].before(model)
         return model
@@ -137,8 +137,7 @@ class Pipeline:
         ):
             return declared
         raise RecipeError(
-            f"samples of the shape {SampleShape(declared, 0)} are not what `{self}` takes, which is {implied}",
-            hint=_way_out(declared, implied),
+            f"samples are {SampleShape(declared, 0)}, but `{self}` takes {implied}", hint=_way_out(declared, implied)
         )
 
     def build(self, op: Builder, raw: ir.Value, model: ir.Value) -> tuple[ImageBatch, Expr]:
@@ -180,7 +179,7 @@ def fitted(picture: ImageBatch, model: ir.Value, operations: str) -> Expr:
     if not (target := form_of(model)).fits(picture.form.dims):
         raise RecipeError(
             f"`{operations}` gives samples of the shape {picture.form}, but `{model.name}` takes {target}",
-            hint="let it end with a `resize` to that size",
+            hint="add a `resize` to that size at its end",
         )
     x = picture.x
     dtype = model.dtype or ir.DataType.FLOAT
@@ -195,7 +194,8 @@ def fitted(picture: ImageBatch, model: ir.Value, operations: str) -> Expr:
 def form_of(value: ir.Value) -> SampleShape:
     """Return the form of the samples in a batch."""
     if value.shape is None or not len(value.shape):
-        raise RecipeError(f"the shape of `{value.name}` is not known, so that nothing can be put before it")
+        hint = f"declare it: `onward set MODEL --shape {value.name}=N,3,224,224`"
+        raise RecipeError(f"the shape of `{value.name}` is unknown", hint=hint)
     return SampleShape.of(dims_of(value.shape)[1:])
 
 
@@ -206,7 +206,7 @@ def specs_of(specs: Any, functions: Mapping[str, Callable[..., Any]] = _FUNCTION
     if isinstance(specs, Mapping | Spec):
         return [parse(specs)]
     if isinstance(specs, bytes) or not isinstance(specs, Sequence):
-        raise RecipeError(f"{specs!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
+        raise RecipeError(f"{specs!r} is not a string, mapping or list", hint="write 'resize:size=32 scale'")
     return [spec for item in specs for spec in specs_of(item, functions)]
 
 
@@ -218,7 +218,7 @@ def pipelines(model: Model, specs: Any) -> dict[str, Pipeline]:
 def by_input(model: Model, specs: Any) -> dict[str, Any]:
     """Return specs by input, from {input: ...} or `INPUT=...`; else for the only image."""
     if not isinstance(specs, str | Spec | Mapping | Sequence):
-        raise RecipeError(f"{specs!r} is no text, no mapping and no list", hint="write it as 'resize:size=32 scale'")
+        raise RecipeError(f"{specs!r} is not a string, mapping or list", hint="write 'resize:size=32 scale'")
     texts = [specs] if isinstance(specs, str | Spec) else specs
     if isinstance(specs, Mapping) and "name" not in specs:
         named = {str(name): value for name, value in specs.items()}
@@ -240,8 +240,8 @@ def mentions_text(specs: Any) -> bool:
         return re.search(rf"\b{TEXT}\b", specs) is not None
     if isinstance(specs, Spec):
         return specs.name == TEXT
-    parts = specs.values() if isinstance(specs, Mapping) else specs if isinstance(specs, Sequence) else ()
-    return any(mentions_text(item) for item in parts)
+    items = specs.values() if isinstance(specs, Mapping) else specs if isinstance(specs, Sequence) else ()
+    return any(mentions_text(item) for item in items)
 
 
 def _text_of(model: Model) -> str:
@@ -249,26 +249,22 @@ def _text_of(model: Model) -> str:
     inputs = [value for value in model.inputs if (value.name or "") not in ROLES]
     whole = [value for value in inputs if value.dtype is not None and value.dtype.is_integer()]
     candidates = [value.name or "" for value in (inputs if len(inputs) == 1 else whole)]
-    if len(candidates) != 1:
-        raise RecipeError(
-            f"the model has the inputs {', '.join(f'`{v.name}`' for v in model.inputs)}, and it is not said which takes"
-            " the numbers of text",
-            hint="write `INPUT=tokenize:...`",
-        )
-    return candidates[0]
+    return _only(model, candidates, "tokenize:...")
 
 
 def _picture_of(model: Model) -> str:
     """Return the only input, or the only one that takes images."""
     inputs = {value.name or "": value for value in model.inputs}
     pictures = [name for name, value in inputs.items() if value.shape is not None and len(value.shape) == 4]
-    candidates = list(inputs) if len(inputs) == 1 else pictures
-    if len(candidates) != 1:
-        raise RecipeError(
-            f"the model has the inputs {', '.join(f'`{name}`' for name in inputs)}, and it is not said which is meant",
-            hint=f'write {{"{next(iter(inputs), "input")}": ...}}, or {next(iter(inputs), "input")}=... as a text',
-        )
-    return candidates[0]
+    return _only(model, list(inputs) if len(inputs) == 1 else pictures, "...")
+
+
+def _only(model: Model, candidates: list[str], spec: str) -> str:
+    if len(candidates) == 1:
+        return candidates[0]
+    names = [value.name or "" for value in model.inputs]
+    message = f"preprocessing does not name one of the inputs {list_names(names, 6)}"
+    raise RecipeError(message, hint=f"write `{next(iter(names), 'INPUT')}={spec}`")
 
 
 def _lacks_channel(dims: Dims, form: SampleShape) -> bool:
@@ -283,8 +279,8 @@ def _way_out(dims: Dims, implied: SampleShape) -> str:
         if implied.turned().fits(dims):
             return f"`{'channels_first' if implied.channels == 0 else 'channels_last'}` moves the channels"
         if implied.with_channels(None).fits(dims) and dims[implied.channels] == 1:
-            return "`to_rgb` gives grey pictures three channels"
-    return "`resize` and `center_crop` change sizes, `to_rgb` and `channels_first` change channels"
+            return "`to_rgb` gives gray images three channels"
+    return "change sizes with `resize` or `center_crop`, channels with `to_rgb` or `channels_first`"
 
 
 # ---- text as a model of its own --------------------------------------------------------------------------------------
@@ -332,23 +328,20 @@ def _part(tokens: Tokens, role: str) -> Expr:
 def _as_input(x: Expr, target: ir.Value | None) -> Expr:
     if target is None or target.dtype in (None, ir.DataType.INT64):
         return x
-    cast: Expr = x.op.Cast(x, to=target.dtype)
-    return cast
+    return x.op.Cast(x, to=target.dtype)
 
 
 def _length(value: ir.Value) -> int | None:
     if value.shape is None or len(value.shape) != 2:
-        shape = "a shape that is not known" if value.shape is None else f"the shape {value.shape}"
-        raise RecipeError(f"the numbers of text are a matrix, and `{value.name}` has {shape}")
+        raise RecipeError(f"`{value.name}` has the shape {value.shape}, but `{TEXT}` gives [N, length]")
     length = value.shape[1]
     return length if isinstance(length, int) else None
 
 
-# ---- pictures of different sizes -------------------------------------------------------------------------------------
+# ---- images of different sizes ---------------------------------------------------------------------------------------
 
-# The graph of a training model takes batches, so that what fixes the size must have happened
-# before. It is still in the graph, which gets pictures of that size already and leaves them as they
-# are: resizing to the same size changes no bit.
+# A training model takes batches, so images must be resized before. The graph still has the resize,
+# which changes no bit of an image of its size.
 
 
 _MOVES = ("channels_first", "channels_last", "to_rgb")
@@ -369,7 +362,7 @@ class Single:
         result = picture.x.named("y").value
         result.type, self._made = ir.TensorType(ir.DataType.FLOAT), picture.form
         graph.outputs.append(result)
-        # Other pictures wait for other cores.
+        # One thread: images are converted in parallel.
         self._session = open_session(Model(ir.Model(graph, ir_version=IR_VERSION)), threads=1)
 
     @classmethod

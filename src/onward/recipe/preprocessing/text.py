@@ -63,15 +63,16 @@ def tokenize(
             raise RecipeError(f"`{name}` of `tokenize` is `{value}`", hint=f"write `{name}=true`, or leave it out")
     if by == "bytes":
         if vocabulary is not None or lowercase or punctuation:
-            raise RecipeError("bytes are taken as they are, without a vocabulary", hint="tokenize by `words`")
+            message = "`tokenize:bytes` takes no `vocabulary`, `lowercase` or `punctuation`"
+            raise RecipeError(message, hint="leave them out, or write `tokenize:words`")
         return _bytes(text, length, offset, (pad, begin, end))
     if offset != 0:
-        raise RecipeError("`offset` is for bytes", hint="a vocabulary has numbers of its own")
-    ways = {"words": Pieces.whole, "wordpiece": lambda *args: split_words(*args, longest=longest)}
-    if by not in ways:
+        raise RecipeError(f"`offset` is for `tokenize:bytes`, not `tokenize:{by}`", hint="leave `offset` out")
+    splitters = {"words": Pieces.whole, "wordpiece": lambda *args: split_words(*args, longest=longest)}
+    if by not in splitters:
         raise RecipeError(
-            f"there is no way to tokenize by `{by}`",
-            hint="by `words`, `wordpiece` or `bytes`; for others, such as byte pairs, give numbers as data",
+            f"`tokenize` has no `by={by}`",
+            hint="choose `words`, `wordpiece` or `bytes`; for others, such as byte pairs, pass token indices as data",
         )
     length = checked_length(length)
     tokens = Vocabulary.of(vocabulary)
@@ -80,8 +81,12 @@ def tokenize(
         raise RecipeError(f"a length of {length} has no room for `{begin}` and `{end}`")
     words, counts = words_of(text, lowercase, punctuation, locale)
     is_word = _columns(words) < text.op.Unsqueeze(counts, [1])
-    pieces = ways[by](words, is_word, tokens.numbers, _required(tokens, unknown))
-    return _packed(pieces, length, _required(tokens, pad), *edges)
+    unknown_index, pad_index = (tokens.number(token) for token in (unknown, pad))
+    if unknown_index is None or pad_index is None:
+        raise RecipeError(
+            "`tokenize` needs tokens for unknown words and padding", hint="write `unknown=[UNK],pad=[PAD]`"
+        )
+    return _packed(splitters[by](words, is_word, tokens.numbers, unknown_index), length, pad_index, *edges)
 
 
 _USUAL = ("[PAD]", "[CLS]", "[SEP]")
@@ -89,25 +94,18 @@ _USUAL = ("[PAD]", "[CLS]", "[SEP]")
 
 def checked_length(length: Any) -> int:
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise RecipeError(f"`tokenize` has the length `{length}`", hint="write `length=128`: numbers for each text")
+        raise RecipeError(f"`length` of `tokenize` is `{length}`, but must be an integer", hint="write `length=128`")
     return length
 
 
 def _bytes(text: Expr, length: Any, offset: int, tokens: tuple[Any, Any, Any]) -> Tokens:
     """Return the UTF-8 bytes of texts. 0 occurs only behind the end; special tokens are numbers."""
     if strange := [token for token in tokens if not isinstance(token, int) and token not in (None, *_USUAL)]:
-        raise RecipeError(f"`{strange[0]}` is no number, and bytes have no other tokens", hint="such as `end=1`")
+        raise RecipeError(f"`{strange[0]}` is not a number, as tokens of `tokenize:bytes` are", hint="write `end=1`")
     pad, begin, end = (token if isinstance(token, int) else None for token in tokens)
     whole = text.op.Cast(text, to=ir.DataType.INT64)
     pieces = Pieces(whole + offset, text.op.Greater(whole, np.int64(0)))
     return _packed(pieces, checked_length(length), pad or 0, begin, end)
-
-
-def _required(vocabulary: Vocabulary, token: str) -> int:
-    number = vocabulary.number(token)
-    if number is None:
-        raise RecipeError("words that are not known, and the rest of a row, must be some number", hint="name a token")
-    return number
 
 
 def words_of(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tuple[Expr, Expr]:
@@ -125,16 +123,16 @@ def words_of(text: Expr, lowercase: bool, punctuation: bool, locale: str) -> tup
 
 def _replace(text: Expr, old: str, new: str) -> Expr:
     op = text.op
-    parts, counts = op.StringSplit(text, delimiter=old, outputs=2)
-    is_followed = _columns(parts) < op.Unsqueeze(counts, [1]) - 1
+    pieces, counts = op.StringSplit(text, delimiter=old, outputs=2)
+    is_followed = _columns(pieces) < op.Unsqueeze(counts, [1]) - 1
     glue = op.Gather(_strings(op, ["", new]), op.Cast(is_followed, to=ir.DataType.INT64))
-    parts = op.StringConcat(parts, glue)
+    pieces = op.StringConcat(pieces, glue)
     start = op.Gather(_strings(op, [""]), op.ConstantOfShape(op.Shape(text), value=ir.tensor(np.zeros(1, np.int64))))
 
     def join(op: Builder, i: Expr, going: Expr, so_far: Expr) -> tuple[Expr, Expr]:
-        return going, op.StringConcat(so_far, op.Gather(parts, i, axis=1))
+        return going, op.StringConcat(so_far, op.Gather(pieces, i, axis=1))
 
-    count = op.Squeeze(op.Shape(parts, start=1))
+    count = op.Squeeze(op.Shape(pieces, start=1))
     joined: Expr = op.Loop(count, True, start, body=op.subgraph(join, loop_inputs(ir.DataType.STRING)))
     joined.value.type, joined.value.shape = ir.TensorType(ir.DataType.STRING), text.value.shape
     return joined
@@ -149,7 +147,7 @@ def _packed(pieces: Pieces, length: int, pad: int, begin: int | None, end: int |
     number = op.Cast(counts, to=ir.DataType.INT64)
     position = op.CumSum(number, np.int64(1), exclusive=1)
     taken = op.And(counts, position < room)
-    slot = op.Where(taken, position + first, op.constant(np.int64(length)))  # which is cut off again
+    slot = op.Where(taken, position + first, op.constant(np.int64(length)))  # an extra column, cut off below
     rows = op.Slice(op.Shape(ids), [0], [1])
     shape = op.Concat(rows, np.asarray([length + 1], np.int64), axis=0)
     filling = op.ConstantOfShape(shape, value=ir.tensor(np.asarray([pad], np.int64)))
@@ -166,8 +164,7 @@ def _packed(pieces: Pieces, length: int, pad: int, begin: int | None, end: int |
 
 def _columns(x: Expr) -> Expr:
     op = x.op
-    numbers: Expr = op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=1)), np.int64(1))
-    return numbers
+    return op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=1)), np.int64(1))
 
 
 def _strings(op: Builder, texts: list[str]) -> Expr:
@@ -185,11 +182,11 @@ class Vocabulary:
     def __init__(self, numbers: Mapping[str, int], origin: str = "the vocabulary"):
         self.numbers, self._origin = dict(numbers), origin
         if not self.numbers:
-            raise DataError(f"{origin} is empty", hint="a vocabulary has a token in each line")
+            raise DataError(f"{origin} is empty", hint="write one token per line")
         if len(set(self.numbers.values())) < len(self.numbers):
-            raise DataError(f"{origin} gives several tokens the same number")
+            raise DataError(f"{origin} gives several tokens the same index")
         if min(self.numbers.values()) < 0:
-            raise DataError(f"{origin} has negative numbers")
+            raise DataError(f"{origin} has negative indices")
 
     @classmethod
     def of(cls, value: Any) -> Vocabulary:
@@ -204,10 +201,10 @@ class Vocabulary:
             return cls(_numbered([str(token) for token in value], "the vocabulary"))
         if isinstance(value, int):
             raise RecipeError(
-                f"a vocabulary of {value} words is made of data, and there are none",
-                hint="give the data too (`--data`), or a file: `vocabulary=vocab.txt`",
+                f"`vocabulary={value}` needs data to count words in",
+                hint="pass the data (`--data`), or a file: `vocabulary=vocab.txt`",
             )
-        raise RecipeError("`tokenize` needs a vocabulary", hint="write `vocabulary=vocab.txt`, with a token in a line")
+        raise RecipeError("`tokenize` needs a vocabulary", hint="write `vocabulary=vocab.txt`, with one token per line")
 
     @classmethod
     def read(cls, path: Path) -> Vocabulary:
@@ -225,7 +222,7 @@ class Vocabulary:
         if isinstance(tokens, dict) and isinstance(tokens.get("model"), dict):  # tokenizer.json of Hugging Face
             tokens = tokens["model"].get("vocab")
         if not isinstance(tokens, dict) or not all(type(number) is int for number in tokens.values()):
-            raise DataError(f"`{path}` is no vocabulary", hint="a JSON object from tokens to their numbers")
+            raise DataError(f"`{path}` is not a vocabulary", hint='write `{"the": 0, "a": 1}`: tokens and indices')
         return cls(tokens, f"`{path}`")
 
     @classmethod
@@ -242,7 +239,7 @@ class Vocabulary:
         if token is None or (optional and token not in self.numbers):
             return None
         if token not in self.numbers:
-            hint = suggest(token, self.numbers) or "name the one that it has: `unknown=...`, `pad=...`"
+            hint = suggest(token, self.numbers) or "name its tokens: `unknown=...`, `pad=...`"
             raise RecipeError(f"{self._origin} has no token `{token}`", hint=hint)
         return self.numbers[token]
 

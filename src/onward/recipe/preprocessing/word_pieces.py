@@ -55,20 +55,19 @@ def look_up(words: Expr, table: Mapping[str, int], other: int) -> Expr:
 def split_words(words: Expr, is_word: Expr, vocabulary: Mapping[str, int], unknown: int, *, longest: int) -> Pieces:
     """Return the pieces of words, [N, L], as [N, L * P]; without pieces, a word is unknown."""
     if not isinstance(longest, int) or isinstance(longest, bool) or not 1 <= longest <= 1000:
-        raise RecipeError(f"`longest` is `{longest}`", hint="it is a number of characters, up to 1000")
+        raise RecipeError(f"`longest` of `tokenize` is `{longest}`, but must be an integer from 1 to 1000")
     op = words.op
     whole = look_up(words, vocabulary, -1)
     others = op.NonZero(op.And(op.Less(whole, np.int64(0)), is_word))  # [2, M]
-    places = op.Transpose(others, perm=[1, 0])
+    positions = op.Transpose(others, perm=[1, 0])
     tree = _Tree.of(vocabulary)
-    tokens, ends = tree.matches(op.GatherND(words, places), longest)
+    tokens, ends = tree.matches(op.GatherND(words, positions), longest)
     pieces = _walk(tokens, ends, unknown)  # [M, P]
     count = op.Slice(op.Shape(pieces), [1], [2])
     shape = op.Concat(op.Shape(words), count, axis=0)
     first = op.Equal(_range(op, op.Squeeze(count)), np.int64(0))
     table = op.Where(first, op.Unsqueeze(whole, [2]), op.Expand(np.int64(-1), shape))  # [N, L, P]
-    table = op.ScatterND(table, places, pieces)
-    table = op.Reshape(table, [0, -1])
+    table = op.Reshape(op.ScatterND(table, positions, pieces), [0, -1])
     listed = op.Reshape(op.Expand(op.Unsqueeze(is_word, [2]), shape), [0, -1])
     return Pieces(table, op.And(op.GreaterOrEqual(table, np.int64(0)), listed))
 
@@ -98,8 +97,7 @@ def _walk(tokens: Expr, steps: Expr, unknown: int) -> Expr:
     is_stuck = op.Equal(op.GatherElements(steps, at, axis=1), np.int64(0))  # [M, 1]
     first = op.Equal(_range(op, op.Squeeze(op.Shape(pieces, start=1))), np.int64(0))
     alone = op.Where(first, np.int64(unknown), np.int64(-1))
-    walked: Expr = op.Where(is_stuck, alone, pieces)
-    return walked
+    return op.Where(is_stuck, alone, pieces)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +131,9 @@ class _Tree:
         return cls(alphabet, edges, tokens, max((len(path) for _, path in paths), default=0))
 
     def matches(self, words: Expr, longest: int) -> tuple[Expr, Expr]:
-        """Return the longest token at each position of words, [M, W + 1], and its length; -1 at
-        ends.
+        """Return the longest token at each position of words, [M, W + 1], and its length.
 
-        A word with other characters, or more of them, has none.
+        The length is -1 at the end of a word. A word with unknown or too many characters has none.
         """
         op = words.op
         characters = self._characters(words, longest)  # [M, W], 0 where there is none
@@ -157,7 +154,7 @@ class _Tree:
         body = op.subgraph(extend, loop_inputs(*[ir.DataType.INT64] * 3))
         _, token, length = op.Loop(np.int64(self.depth), True, *start, outputs=3, body=body)
         is_known = op.RegexFullMatch(words, pattern=f"[{_class(self.alphabet)}]+")
-        # Not both in one pattern: a large class, repeated, would be more than RE2 has memory for.
+        # Two patterns: a large class, repeated, needs more memory than RE2 allows.
         is_good = op.And(is_known, op.RegexFullMatch(words, pattern=f"(?s).{{1,{longest}}}"))
         is_end = op.Equal(op.Slice(padded, [0], op.Unsqueeze(width + 1, [0]), [1]), np.int64(0))
         length = op.Where(is_end, np.int64(-1), length)
@@ -197,8 +194,7 @@ class _Tree:
             def skip(op: Builder) -> Expr:
                 rows = op.Shape(words)
                 shape = op.Concat(rows, np.zeros(1, np.int64), axis=0)
-                nothing: Expr = op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, np.int64)))
-                return nothing
+                return op.ConstantOfShape(shape, value=ir.tensor(np.zeros(1, np.int64)))
 
             characters = op.If(is_reached, then_branch=op.subgraph(read), else_branch=op.subgraph(skip))
             characters.value.type, characters.value.shape = ir.TensorType(ir.DataType.INT64), None
@@ -210,8 +206,8 @@ class _Tree:
         for position in places:
             number: Expr | None = None
             for bit in range(len(self.alphabet).bit_length()):
-                those = [character for at, character in enumerate(self.alphabet, start=1) if at >> bit & 1]
-                is_set = op.RegexFullMatch(words, pattern=f"(?s).{{{position}}}[{_class(those)}].*")
+                members = [character for at, character in enumerate(self.alphabet, start=1) if at >> bit & 1]
+                is_set = op.RegexFullMatch(words, pattern=f"(?s).{{{position}}}[{_class(members)}].*")
                 worth = op.Cast(is_set, to=ir.DataType.INT64) * (1 << bit)
                 number = worth if number is None else number + worth
             assert number is not None
@@ -245,5 +241,4 @@ def loop_inputs(*state: ir.DataType) -> list[ir.Value]:
 
 
 def _range(op: Builder, count: Expr) -> Expr:
-    numbers: Expr = op.Range(np.int64(0), count, np.int64(1))
-    return numbers
+    return op.Range(np.int64(0), count, np.int64(1))

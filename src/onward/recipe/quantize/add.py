@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,19 +27,16 @@ from onward.transform.quantized import BIAS_KEY, EXACT, RANGE_KEY, STORED_KEY, c
 from onward.transform.types import fill_in_types
 
 
-def add(model: Source, given: str | Mapping[str, Any]) -> Model:
+def add(model: Source, spec: str | Mapping[str, Any]) -> Model:
     """Return a trainable copy that rounds weights and activations as integers would.
 
     A QDQ model is converted to this form: rounded values and types stay.
     """
-    settings = settings_of(given)
+    settings = settings_of(spec)
     source = check_signatures(load(model))
-    refuse_training(source, "quantise it")
+    refuse_training(source, "quantize it")
     if adapters(source):
-        raise RecipeError(
-            "adapters are added to weights in the end, which would have to be rounded anew",
-            hint="merge them first (`onward.lora.merge`), and quantise the model that they make",
-        )
+        raise RecipeError("a model with adapters cannot be quantized", hint="merge them first: `onward.lora.merge`")
     changed = of_one_opset(source, OLDEST_OPSET)
     changed = (changed if changed.opset >= settings.opset else convert_opset(changed, settings.opset)).copy()
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
@@ -68,9 +65,9 @@ class _Insertion:
             self._model, [v for v in (*read, *(quantized.node.outputs[0] for quantized in nodes)) if v is not None]
         )
         for quantized in nodes:
-            self._quantise(quantized)
+            self._quantize(quantized)
 
-    def _quantise(self, quantized: QuantizedNode) -> None:
+    def _quantize(self, quantized: QuantizedNode) -> None:
         node = quantized.node
         if self._settings.activations is not None:
             for i in quantized.inputs:
@@ -78,7 +75,7 @@ class _Insertion:
                 if value is not None and _is_float(value):
                     node.replace_input_with(i, self._rounded(value))
         if quantized.weight is not None:
-            self._quantise_weight(quantized, quantized.weight)
+            self._quantize_weight(quantized, quantized.weight)
             self._mark_bias(quantized)
         if self._settings.activations is not None and quantized.rounds_result and _is_float(node.outputs[0]):
             self._round_result(quantized.result)
@@ -92,8 +89,7 @@ class _Insertion:
         if value not in self._pairs:
             parameters = self._known_parameters(value)
             if parameters is not None and self._settings.activations == ir.DataType.INT8:
-                # ONNX Runtime makes uint8 of int8, but not of pairs that it puts around such
-                # operators itself.
+                # ONNX Runtime converts int8 to uint8, but not in the pairs that it adds around such operators.
                 node = value.producer()
                 assert node is not None and node.inputs[0] is not None
                 node.replace_input_with(0, self._rounded(node.inputs[0]))
@@ -126,20 +122,15 @@ class _Insertion:
         dtype = self._settings.activations
         assert dtype is not None and value.name is not None
         scale, zero = shared or self._new_parameters(value.name, dtype)
-        quantise = self._node("QuantizeLinear", value, [value, scale, zero], dtype, f"{value.name}/quantized")
+        nodes = self._rounding(value, scale, zero, dtype)
         if shared is None:
-            quantise.metadata_props[RANGE_KEY] = described(self._settings)
-        rounded = quantise.outputs[0]
-        floating = ir.DataType.FLOAT
-        back = self._node("DequantizeLinear", value, [rounded, scale, zero], floating, f"{value.name}/dequantized")
-        nodes = [quantise, back]
-        producer = value.producer()
-        if producer is not None:
+            nodes[0].metadata_props[RANGE_KEY] = described(self._settings)
+        if (producer := value.producer()) is not None:
             self._graph.insert_after(producer, nodes)
         else:
             self._graph.insert_before(self._graph[0], nodes)
-        self._parameters[back.outputs[0]] = scale, zero
-        return back.outputs[0]
+        self._parameters[nodes[1].outputs[0]] = scale, zero
+        return nodes[1].outputs[0]
 
     def _new_parameters(self, name: str, dtype: ir.DataType) -> tuple[ir.Value, ir.Value]:
         zero = with_tags(ir.Tensor(np.zeros((), dtype.numpy()), dtype=dtype), role="statistics")
@@ -148,7 +139,7 @@ class _Insertion:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def _quantise_weight(self, quantized: QuantizedNode, weight: ir.Value) -> None:
+    def _quantize_weight(self, quantized: QuantizedNode, weight: ir.Value) -> None:
         if weight in self._pairs:
             rounded = self._pairs[weight]
         else:
@@ -156,8 +147,8 @@ class _Insertion:
             assert stored.const_value is not None
             if stored.const_value.dtype != ir.DataType.FLOAT:
                 raise UnsupportedError(
-                    f"`{stored.name}` is {stored.const_value.dtype.name.lower()}, and only float32 is quantised",
-                    hint="keep it out with `keep`, or convert the model to float32 first",
+                    f"`{stored.name}` is {stored.const_value.dtype.name.lower()}, but only float32 is quantized",
+                    hint="exclude it with `keep`, or convert the model to float32 first",
                 )
             weight = stored
             rounded = self._pairs[weight] = self._weight_pair(weight, quantized.axis)
@@ -179,16 +170,14 @@ class _Insertion:
         zeros = ir.Tensor(np.full(scale_numbers.shape, middle(dtype)).astype(dtype.numpy()), dtype=dtype)
         scale = self._store(f"{name}/scale", tag_scale(ir.Tensor(scale_numbers), self._settings, name))
         zero = self._store(f"{name}/zero", zeros)
-        where = [ir.AttrInt64("axis", axis), *([ir.AttrInt64("block_size", block)] if block else [])]
-        quantise = self._node("QuantizeLinear", weight, [weight, scale, zero], dtype, f"{name}/quantized", where)
-        quantise.metadata_props[STORED_KEY] = quantise.outputs[0].name or ""
-        quantise.metadata_props[RANGE_KEY] = described(self._settings)
-        rounded, floating = quantise.outputs[0], ir.DataType.FLOAT
-        back = self._node("DequantizeLinear", weight, [rounded, scale, zero], floating, f"{name}/dequantized", where)
-        for use in [use for use in weight.uses() if use.node.op_type == "Shape"]:  # which is the same
-            use.node.replace_input_with(0, back.outputs[0])
-        self._graph.insert_before(self._graph[0], [quantise, back])
-        return back.outputs[0]
+        attributes = [ir.AttrInt64("axis", axis), *([ir.AttrInt64("block_size", block)] if block else [])]
+        quantize, dequantize = nodes = self._rounding(weight, scale, zero, dtype, attributes)
+        quantize.metadata_props[STORED_KEY] = quantize.outputs[0].name or ""
+        quantize.metadata_props[RANGE_KEY] = described(self._settings)
+        for use in [use for use in weight.uses() if use.node.op_type == "Shape"]:  # the shape is the same
+            use.node.replace_input_with(0, dequantize.outputs[0])
+        self._graph.insert_before(self._graph[0], nodes)
+        return dequantize.outputs[0]
 
     def _mark_bias(self, quantized: QuantizedNode) -> None:
         """Tag a bias to be stored as 32-bit integers, as integer matmuls take it."""
@@ -215,21 +204,20 @@ class _Insertion:
 
     # ---- nodes and tensors -------------------------------------------------------------------------------------------
 
-    def _node(
-        self,
-        operator: str,
-        of: ir.Value,
-        inputs: list[ir.Value],
-        dtype: ir.DataType,
-        name: str,
-        attributes: list[ir.Attr] | None = None,
-    ) -> ir.Node:
-        node = ir.Node("", operator, inputs, attributes or [])
-        output = node.outputs[0]
-        output.name = self._names.fresh(name)
-        node.name = self._names.fresh(f"{of.name}/{operator}")
-        output.type, output.shape = ir.TensorType(dtype), of.shape
-        return node
+    def _rounding(
+        self, x: ir.Value, scale: ir.Value, zero: ir.Value, dtype: ir.DataType, attributes: Sequence[ir.Attr] = ()
+    ) -> list[ir.Node]:
+        """Return a QuantizeLinear and the DequantizeLinear after it."""
+        nodes, value, name = [], x, x.name
+        rows = ("QuantizeLinear", dtype, "quantized"), ("DequantizeLinear", ir.DataType.FLOAT, "dequantized")
+        for operator, output_type, suffix in rows:
+            node = ir.Node("", operator, [value, scale, zero], list(attributes))
+            value = node.outputs[0]
+            value.name = self._names.fresh(f"{name}/{suffix}")
+            node.name = self._names.fresh(f"{name}/{operator}")
+            value.type, value.shape = ir.TensorType(output_type), x.shape
+            nodes.append(node)
+        return nodes
 
     def _store(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         tensor.name = self._names.fresh(name)
@@ -307,8 +295,7 @@ def _take_place(graph: ir.Graph, layer: ir.Node, node: ir.Node) -> None:
 def _numbers(value: ir.Value | None) -> np.ndarray:
     tensor = constant_tensor(value)
     assert tensor is not None
-    wide: np.ndarray = tensor.numpy().astype(np.float64)
-    return wide
+    return tensor.numpy().astype(np.float64)
 
 
 def _put(value: ir.Value, numbers: np.ndarray) -> None:
@@ -329,8 +316,8 @@ def reopen(model: Model, settings: QuantizeSettings) -> None:
     own = [name for name in settings.named if name not in _SETTINGS]
     if own:
         raise RecipeError(
-            f"the model is quantised already, so `{own[0]}` of `quantize` has no effect",
-            hint=f"of a quantised model one can say {', '.join(_SETTINGS)}; others are for floating-point models",
+            f"the model is already quantized, so `{own[0]}` of `quantize` has no effect",
+            hint=f"leave it out; a quantized model takes {', '.join(_SETTINGS)}",
         )
     for node in list(model.graph):
         if node.op_type in ("Conv", "Gemm"):
@@ -340,15 +327,15 @@ def reopen(model: Model, settings: QuantizeSettings) -> None:
     if settings.ranges == "fixed":
         return
     activations = [n for n in model.graph if n.op_type == "QuantizeLinear" and STORED_KEY not in n.metadata_props]
-    for node in {node.inputs[1]: node for node in reversed(activations)}.values():  # the first of those with one range
-        # Refuse ranges that have no place in the file for what training finds.
+    for node in {node.inputs[1]: node for node in reversed(activations)}.values():  # one node per range, the first
+        # Only an initializer can hold the range that training finds.
         scale, zero = (*node.inputs[1:], None)[:2]
         stored = all(value is not None and value.is_initializer() for value in (scale, zero))
         if not stored or any(len(constant_tensor(value).shape) for value in (scale, zero)):  # type: ignore[union-attr]
             raise UnsupportedError(
-                f"the range of `{node.inputs[0].name}` cannot change: it is not a scale and a zero point "  # type: ignore[union-attr]
-                "that are initializers, one number each",
-                hint="take `ranges=fixed`",
+                f"the range of `{node.inputs[0].name}` cannot change: "  # type: ignore[union-attr]
+                "scale and zero point are not single numbers in initializers",
+                hint="write `ranges=fixed`",
             )
         _observe(node, settings)
 

@@ -143,9 +143,9 @@ def symmetric_scale(array: np.ndarray, dtype: ir.DataType, axis: int, block: int
 
 # ---- observed in training --------------------------------------------------------------------------------------------
 
-# The inference graph reads scales and zero points that are state. A step measures the range of what
-# is to be rounded, without a gradient, and rounds with what follows from it; the state gets that.
-# The first batch takes its own range unless ranges were calibrated.
+# Scales and zero points are state, which the inference graph reads. A step measures the range of an
+# activation without a gradient, updates the state with it, and rounds with the new state. Without
+# calibration, the first batch uses its own range.
 
 
 BATCHES = "quantize/batches"
@@ -215,8 +215,7 @@ def _known_range(rounding: Rounding) -> tuple[float, float]:
 def _where_integer(op: Builder, condition: Expr, a: Expr, b: Expr) -> Expr:
     """Append Where through int32, for integer types that some runtimes lack."""
     wide = [op.Cast(expr, to=ir.DataType.INT32) for expr in (a, b)]
-    chosen: Expr = op.Cast(op.Where(condition, *wide), to=b.dtype)
-    return chosen
+    return op.Cast(op.Where(condition, *wide), to=b.dtype)
 
 
 # ---- scales of weights, and learned scales ---------------------------------------------------------------------------
@@ -246,8 +245,8 @@ def groups_of_scales(
     optimizer = like.optimizer
     if not isinstance(optimizer, ConfiguredOptimizer):
         raise UnsupportedError(
-            "learned scales have settings of their own, and an optimizer that is a graph has none",
-            hint="take `ranges=moving`, or an optimizer by name",
+            f"`ranges=lsq` does not work with the optimizer graph `{optimizer.name}`",
+            hint="write `ranges=moving`, or choose an optimizer by name",
         )
     by_level: dict[float, list[ir.Value]] = {}
     for rounding in roundings(model.graph):
@@ -255,7 +254,7 @@ def groups_of_scales(
             by_level.setdefault(levels(rounding.dtype)[1], []).append(rounding.scale)
     groups = []
     for i, (level, members) in enumerate(by_level.items()):
-        rate = optimizer.values["lr"] / (level if optimizer.kind.is_scale_free else 1)
+        rate = optimizer.values["lr"] / (level if optimizer.definition.is_scale_free else 1)
         decay = {"weight_decay": 0.0} if "weight_decay" in optimizer.values else {}
         own = dataclasses.replace(optimizer, values={**optimizer.values, "lr": rate, **decay})
         groups.append(OptimizerGroup(f"group{start + i}", own, members))
@@ -286,8 +285,7 @@ def follow(builder: StepBuilder, trained: Mapping[ir.Value, ir.Value], init: str
             by_name = {value.name: value for value in builder.step.algorithm.outputs}
             new = builder.op(by_name[updated[rounding.x.name or ""]])
             builder.update(
-                rounding.scale.name or "",
-                _symmetric_scale(builder.op.scoped(rounding.scale.name or ""), rounding, new),
+                rounding.scale.name or "", _symmetric_scale(builder.op.scoped(rounding.scale.name or ""), rounding, new)
             )
             _bind_initial_scale(builder, rounding, init)
 
@@ -309,8 +307,7 @@ def _keep_positive(builder: StepBuilder, rounding: Rounding, trained: Mapping[ir
         if rounding.is_weight or rounding.scale not in trained:
             return above
         is_first = op.Equal(builder.op(builder.values[BATCHES]), np.int64(0))
-        chosen: Expr = op.Where(is_first, op(trained[rounding.scale]), above)
-        return chosen
+        return op.Where(is_first, op(trained[rounding.scale]), above)
 
     builder.amend(name, change)
 
@@ -332,8 +329,7 @@ def _symmetric_scale(op: Builder, rounding: Rounding, weight: Expr) -> Expr:
         axes = [i for i in range(len(shape)) if i != own] if static_shape == (shape[own],) else []
     largest = op.ReduceMax(size, np.asarray(axes, np.int64) if axes else None, keepdims=0)
     scale = op.Max(largest / most_symmetric(rounding.dtype), LEAST_SCALE)
-    result: Expr = op.Reshape(scale, np.asarray(static_shape, np.int64)).like(rounding.scale)
-    return result
+    return op.Reshape(scale, np.asarray(static_shape, np.int64)).like(rounding.scale)
 
 
 def _static(value: ir.Value) -> tuple[int, ...]:
@@ -384,7 +380,7 @@ def _measure(model: Model, batches: Iterable[Mapping[str, np.ndarray]]) -> list[
         with explain_failures(DataError, "could not compute anything from this batch"):
             rows.append(session.run(None, {name: batch[name] for name in input_names}))
     if not rows:
-        raise DataError("there are no data to calibrate on", hint="`quantize=int8:calibrate=0` begins without")
+        raise DataError("no data to calibrate on", hint="leave calibration out: `quantize=int8:calibrate=0`")
     ends = np.asarray(rows, np.float64).reshape(len(rows), -1, 2)
     averaged = any(rounding.facts.get("percentile") for rounding in _of_activations(model.graph))
     low, high = (ends.mean(0) if averaged else np.stack([ends[..., 0].min(0), ends[..., 1].max(0)], -1)).T

@@ -1,16 +1,16 @@
-"""Settings such as `int8:weights=int4,block=32,ranges=lsq`, and the nodes that they select."""
+"""Settings of quantization, such as `int8:weights=int4,block=32,ranges=lsq`, and the selected nodes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import onnx_ir as ir
 
 from onward.arguments import coerce
 from onward.constants import constant_tensor
-from onward.errors import RecipeError, UnknownNameError, UnsupportedError
+from onward.errors import RecipeError, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.recipe.layers import Layer, layers, listing
 from onward.recipe.spec import Spec, check_options, lookup, parse
 from onward.recipe.trainable import matching
@@ -19,7 +19,6 @@ from onward.standard import is_standard
 Ranges = Literal["moving", "lsq", "fixed"]
 
 FIRST, LAST = "first", "last"
-_RANGES = ("moving", "lsq", "fixed")
 _INTEGERS = {name: ir.DataType[name.upper()] for name in ("int8", "uint8", "int16", "uint16", "int4", "uint4")}
 _FLOATS = {
     "float8": ir.DataType.FLOAT8E4M3FN, "float8e4m3fn": ir.DataType.FLOAT8E4M3FN, "float8e5m2": ir.DataType.FLOAT8E5M2,
@@ -27,11 +26,11 @@ _FLOATS = {
 TYPES = {**_INTEGERS, **_FLOATS}
 _ELSEWHERE = {
     "float4": "ONNX Runtime has no kernel that rounds to 4-bit floating-point numbers",
-    "float8e4m3fnuz": "ONNX Runtime's CPU has it, other devices do not; `float8e4m3fn` is alike",
-    "float8e5m2fnuz": "ONNX Runtime's CPU has it, other devices do not; `float8e5m2` is alike",
+    "float8e4m3fnuz": "only ONNX Runtime's CPU has it; `float8e4m3fn` is similar",
+    "float8e5m2fnuz": "only ONNX Runtime's CPU has it; `float8e5m2` is similar",
     "int2": "ONNX Runtime has no kernel that rounds to integers of 2 bits",
     "uint2": "ONNX Runtime has no kernel that rounds to integers of 2 bits",
-    "int32": "QuantizeLinear makes no integers of 32 bits",
+    "int32": "QuantizeLinear does not round to integers of 32 bits",
 }
 """Unsupported types, and the reason."""
 _FOUR_BITS = (ir.DataType.INT4, ir.DataType.UINT4)
@@ -88,16 +87,15 @@ def settings_of(value: str | Mapping[str, Any] | Spec) -> QuantizeSettings:
     activations = _type(options["activations"] if "activations" in spec.options else usual)
     if activations is not None and activations not in _OF_ACTIVATIONS:
         raise UnsupportedError(
-            f"activations cannot be {activations.name.lower()}: no operator of ONNX Runtime computes with such",
-            hint="take `activations=uint8`, or `activations=none` for weights alone",
+            f"activations cannot be {activations.name.lower()}: ONNX Runtime has no such operators",
+            hint="write `activations=uint8`, or `activations=none` for weights alone",
         )
-    if options["ranges"] not in _RANGES:
-        raise RecipeError(f"there are no ranges `{options['ranges']}`", hint=f"there are {', '.join(_RANGES)}")
+    lookup("choice of `ranges`", options["ranges"], dict.fromkeys(get_args(Ranges)))
     if options["ranges"] == "lsq" and options["percentile"] is not None and activations is None:
-        raise RecipeError("`percentile` is for ranges of activations, and these are not quantised", hint="leave it out")
+        raise RecipeError("`percentile` needs quantized activations", hint="leave it out")
     operators = _words("operators", options["operators"])
     for name in operators:
-        lookup("operator to quantise", name, dict.fromkeys((*WEIGHTED, *PLAIN)))
+        lookup("operator to quantize", name, dict.fromkeys((*WEIGHTED, *PLAIN)))
     return QuantizeSettings(
         weights,
         activations,
@@ -118,7 +116,7 @@ def _type(name: Any) -> ir.DataType | None:
         return None
     if isinstance(name, str) and name in _ELSEWHERE:
         raise UnsupportedError(f"`{name}` is not supported: {_ELSEWHERE[name]}", hint=f"there are {', '.join(TYPES)}")
-    return lookup("type to quantise to", str(name), TYPES)
+    return lookup("type to quantize to", str(name), TYPES)
 
 
 def _words(name: str, value: Any) -> tuple[str, ...]:
@@ -129,9 +127,8 @@ def _words(name: str, value: Any) -> tuple[str, ...]:
 def _number(name: str, value: Any, least: float, most: float, whole: bool = False) -> Any:
     if value is None:
         return None
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-        noun = "a whole number" if whole else "a number"
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not least <= value <= most:
+        noun = "an integer" if whole else "a number"
         raise RecipeError(f"`{name}` of `quantize` is `{value}`, but must be {noun} from {least:g} to {most:g}")
     return value
 
@@ -152,7 +149,7 @@ def most_symmetric(dtype: ir.DataType) -> float:
     return levels(dtype)[1] - middle(dtype)
 
 
-# ---- where a graph is quantized --------------------------------------------------------------------------------------
+# ---- selected nodes --------------------------------------------------------------------------------------------------
 
 
 MOVES = frozenset(("Flatten", "Identity", "MaxPool", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"))
@@ -191,10 +188,11 @@ class QuantizedNode:
         """The result, after an activation that only the result goes into."""
         value = self.node.outputs[0]
         uses = tuple(value.uses())
-        while (
-            len(uses) == 1 and not value.is_graph_output() and uses[0].node.op_type in _ACTIVATIONS and uses[0].idx == 0
-        ):
-            value = uses[0].node.outputs[0]
+        while len(uses) == 1 and not value.is_graph_output():
+            node, index = uses[0]
+            if node.op_type not in _ACTIVATIONS or index != 0:
+                break
+            value = node.outputs[0]
             uses = tuple(value.uses())
         return value
 
@@ -216,10 +214,9 @@ def quantized_nodes(graph: ir.Graph, settings: QuantizeSettings) -> list[Quantiz
     chosen = [candidate for candidate in candidates if candidate in targets and candidate not in excluded]
     chosen = [candidate for candidate in chosen if candidate.node.op_type in settings.operators]
     if not chosen:
-        raise UnknownNameError(
-            "nothing is left to quantise: no node is named that is one of " + ", ".join(settings.operators),
-            hint=listing(layer_of.values()),
-        )
+        operators = ", ".join(settings.operators)
+        hint = listing(layer_of.values())
+        raise UnknownNameError(f"nothing is left to quantize among nodes of {operators}", hint=hint)
     return chosen
 
 
@@ -227,8 +224,8 @@ def _matching(patterns: Sequence[str], nodes: Iterable[QuantizedNode]) -> list[Q
     nodes = list(nodes)
     for pattern in patterns:
         if not any(matching([pattern], candidate.names) for candidate in nodes):
-            names = ", ".join(dict.fromkeys(candidate.names[0] for candidate in nodes))
-            raise UnknownNameError(f"`{pattern}` matches nothing that can be quantised", hint=f"there are {names}")
+            names = list(dict.fromkeys(candidate.names[0] for candidate in nodes))
+            raise UnknownNameError(f"`{pattern}` matches no node to quantize", hint=suggest_or_list(pattern, names))
     return [candidate for candidate in nodes if matching(patterns, candidate.names)]
 
 
