@@ -189,5 +189,5 @@ def test_what_a_round_cannot_be(training: onward.Model, tmp_path: Path) -> None:
         train(training, few, run=tmp_path / "a", noise={"z": "normal"}, **QUIET)
     with pytest.raises(UnknownNameError, match="no input `zz`"):
         train(training, few, run=tmp_path / "b", noise={"zz": "normal"}, **QUIET)
-    with pytest.raises(UnknownNameError, match="no kind of noise"):
+    with pytest.raises(UnknownNameError, match="unknown kind of noise"):
         train(training, few, run=tmp_path / "c", noise={"z": "pink"}, **QUIET)

@@ -175,7 +175,7 @@ def test_evaluation_does_not_augment() -> None:
 @pytest.mark.parametrize(
     ("augment", "why"),
     [
-        ("turn", "no augmentation `turn`"),
+        ("turn", "unknown augmentation `turn`"),
         ("crop", "`crop` needs `padding`"),
         ("crop:padding=0", "`padding` is `0`, but must be a number of pixels"),
         ("flip:p=2", "`p` is `2`, but must be a probability"),

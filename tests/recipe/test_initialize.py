@@ -250,6 +250,6 @@ def test_what_is_wrong_is_said(name: str, shape: tuple[int | str, ...], options:
 
 
 def test_unknown_initializer() -> None:
-    with pytest.raises(UnknownNameError, match="no initializer `kaiming`") as caught:
+    with pytest.raises(UnknownNameError, match="unknown initializer `kaiming`") as caught:
         initializer("kaiming")
     assert "kaiming_normal" in (caught.value.hint or "")

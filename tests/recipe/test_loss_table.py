@@ -116,7 +116,7 @@ def test_short_names_and_summaries():
 
 
 def test_unknown_names_are_answered_with_near_ones():
-    with pytest.raises(UnknownNameError, match="no loss `crossentropy`") as error:
+    with pytest.raises(UnknownNameError, match="unknown loss `crossentropy`") as error:
         loss("crossentropy")
     assert "`cross_entropy`" in error.value.hint
     with pytest.raises(RecipeError, match="`huber` has no option `dleta`, `reduce`") as error:

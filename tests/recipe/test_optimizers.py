@@ -647,7 +647,7 @@ def test_a_wrong_setting_is_explained(name: str, settings: dict[str, Any], messa
 
 
 def test_a_wrong_name_or_parameter_is_explained() -> None:
-    with pytest.raises(UnknownNameError, match="no optimizer `adaw`") as caught:
+    with pytest.raises(UnknownNameError, match="unknown optimizer `adaw`") as caught:
         optimizer("adaw")
     assert caught.value.hint and "`adamw`" in caught.value.hint
     with pytest.raises(RecipeError, match=r"for matrices, but a parameter has the shape \[3\]"):

@@ -305,7 +305,7 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch):
         "tokenize:words,vocabulary=w.txt,length=3,lowercase=yes": "`lowercase` of `tokenize` is `yes`",
         "tokenize:words,vocabulary=w.txt,length=3,offset=2": "`offset` is for `tokenize:bytes`",
         "scale decode": "`decode` must come first",
-        "blur": "no preprocessing `blur`",
+        "blur": "unknown preprocessing `blur`",
     }
     for operations, message in cases.items():
         with pytest.raises(Error, match=message):

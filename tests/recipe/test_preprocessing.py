@@ -113,7 +113,7 @@ def test_a_model_that_takes_whole_numbers() -> None:
     ("preprocess", "why", "hint"),
     [
         ("resize", "`resize` needs `size`", "size="),
-        ("resise:size=8", "no preprocessing `resise`", "`resize`"),
+        ("resise:size=8", "unknown preprocessing `resise`", "`resize`"),
         ("resize:size=8,mode=cubic", "has no option `mode`", "size"),
         ("resize:size=9", "gives samples of the shape [1, 9, 9], but `image` takes [1, 8, 8]", "resize"),
         ("resize:size=0", "`size` of `resize` is `0`", "size=32"),
@@ -121,7 +121,7 @@ def test_a_model_that_takes_whole_numbers() -> None:
         ("channels_last", "`channels_last` cannot give [1, 8, 8]", "leave it out"),
         ("input:shape=[8,8,1] scale", "samples are [8, 8, 1], but `scale` takes [1, 8, 8]", "`channels_first`"),
         ("input:shape=[9,9] scale", "samples are [9, 9], but `scale` takes [1, 8, 8]", "`resize`"),
-        ("input:dtype=text scale", "no type `text`", "uint8"),
+        ("input:dtype=text scale", "unknown type `text`", "uint8"),
         ("scale:max=0", "`max` of `scale` is `0`, but must be positive", "scale:max=255"),
         ("normalize:mean=[1,2]", "`mean` of `normalize` has 2 numbers for 1 channels", None),
         ("normalize:std=0", "`std` of `normalize` is `0`, but must be positive", None),

@@ -380,15 +380,15 @@ def test_preprocessing_stays_outside(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "error", "words"),
     [
-        ("int3", UnknownNameError, "no type to quantize to `int3`"),
+        ("int3", UnknownNameError, "unknown type to quantize to `int3`"),
         ("int2", UnsupportedError, "no kernel"),
         ("int8:activations=float8", UnsupportedError, "activations cannot be float8"),
         ("int8:activations=int4", UnsupportedError, "activations cannot be int4"),
-        ("int8:ranges=guess", UnknownNameError, "no choice of `ranges` `guess`"),
+        ("int8:ranges=guess", UnknownNameError, "unknown choice of `ranges` `guess`"),
         ("int8:blocks=32", RecipeError, "no option `blocks`"),
         ("int8:percentile=101", RecipeError, "from 50 to 100"),
         ("int8:targets=encoder*", UnknownNameError, "`encoder\\*` matches no node"),
-        ("int8:operators=Relu", UnknownNameError, "no operator to quantize `Relu`"),
+        ("int8:operators=Relu", UnknownNameError, "unknown operator to quantize `Relu`"),
         ("int8:keep=first+last", UnknownNameError, "nothing is left to quantize"),
     ],
 )
@@ -443,5 +443,5 @@ def test_some_of_many_are_left_in_integers_and_averages_too():
     assert (left.sum(-1) <= 2).all() and left.sum() > 45
     with pytest.raises(RecipeError, match="sums up 1 numbers"):
         onward.prepare(FLOAT, loss="mse", prune="2of4")
-    with pytest.raises(UnknownNameError, match="no pruning `half`"):
+    with pytest.raises(UnknownNameError, match="unknown pruning `half`"):
         onward.prepare(FLOAT, loss="mse", prune="half")

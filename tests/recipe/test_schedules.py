@@ -286,6 +286,6 @@ def test_what_is_wrong_is_said(name: str, options: dict[str, Any], message: str,
 
 
 def test_unknown_schedule() -> None:
-    with pytest.raises(UnknownNameError, match="no schedule `cosin`") as caught:
+    with pytest.raises(UnknownNameError, match="unknown schedule `cosin`") as caught:
         schedule("cosin")
     assert "did you mean `cosine`" in (caught.value.hint or "")

@@ -620,7 +620,7 @@ def test_teachers_that_do_not_fit_are_refused():
         (digits_mlp(), "kl:axis=2", "`axis` of `kl` is `2`"),
         (digits_mlp(), "kl:student=nothing", "the model has no value `nothing`"),
         (digits_mlp(), "kl:teacher=nothing", "the teacher has no value `nothing`"),
-        (digits_mlp(), "kk", "no distillation loss `kk`"),
+        (digits_mlp(), "kk", "unknown distillation loss `kk`"),
         (digits_mlp(), ["kl:weight=0.6", "mse:weight=0.6"], "more than 1"),
         (onward.replace_head(digits_mlp(), 4), "kl", "but `logits` of the teacher is"),
         (small_cnn(), "kl", "the teacher reads `image` of shape"),

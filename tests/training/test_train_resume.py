@@ -452,9 +452,9 @@ def test_a_configuration_of_another_version(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"metrics": "accuarcy"}, UnknownNameError, "no metric `accuarcy`"),
+        ({"metrics": "accuarcy"}, UnknownNameError, "unknown metric `accuarcy`"),
         ({"metrics": "top_k:n=3"}, RecipeError, "`top_k` has no option `n`"),
-        ({"monitor": "f0"}, UnknownNameError, "no metric `f0`"),
+        ({"monitor": "f0"}, UnknownNameError, "unknown metric `f0`"),
         (
             {"metrics": ["accuracy", "mae"]},
             RecipeError,
@@ -463,7 +463,7 @@ def test_a_configuration_of_another_version(folder: Path) -> None:
         ({"monitor": "rmse"}, RecipeError, "`rmse` compares amounts"),
         ({"metrics": [max]}, ArgumentError, "`metrics` is .*max.*, but must be a string or a list of strings"),
         ({"metrics": max}, ArgumentError, "but must be a string or a list of strings"),
-        ({"device": "abacus"}, UnknownNameError, "no device `abacus`"),
+        ({"device": "abacus"}, UnknownNameError, "unknown device `abacus`"),
     ],
 )
 def test_settings_that_make_no_sense(settings: Any, error: type[Exception], message: str, folder: Path) -> None:

@@ -39,7 +39,7 @@ def prune(model: Model, parameters: Sequence[ir.Value], settings: str | Mapping[
     spec = parse(settings)
     match = _SOME_OF.fullmatch(spec.name)
     if not match and spec.name != "magnitude":
-        raise UnknownNameError(f"no pruning `{spec.name}`", hint="there are `magnitude` and `2of4`")
+        raise UnknownNameError(f"unknown pruning `{spec.name}`", hint="there are `magnitude` and `2of4`")
     defaults = {name: value for name, value in _OPTIONS.items() if name != "sparsity" or not match}
     check_options(f"`prune={spec.name}`", spec.options, defaults)
     options = {**defaults, **spec.options}

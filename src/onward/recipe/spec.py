@@ -125,7 +125,7 @@ def lookup(what: str, name: str, table: Mapping[str, _Entry]) -> _Entry:
     """Return the entry named `name`, or raise with a suggestion."""
     if not isinstance(name, str) or name not in table:
         hint = suggest(str(name), table) or f"there are {', '.join(table)}"
-        raise UnknownNameError(f"no {what} `{name}`", hint=hint)
+        raise UnknownNameError(f"unknown {what} `{name}`", hint=hint)
     return table[name]
 
 

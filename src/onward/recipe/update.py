@@ -330,7 +330,7 @@ def parse_clip(clip: Any) -> Spec | None:
         limit, _, rest = rest.partition(",")
         options = parse_options(rest, str(clip))
     if method not in _CLIPS:
-        raise RecipeError(f"no gradient clipping `{clip}`", hint="write `norm:1`, `tensor_norm:1` or `value:0.5`")
+        raise RecipeError(f"unknown gradient clipping `{clip}`", hint="write `norm:1`, `tensor_norm:1` or `value:0.5`")
     with default_hint(f"write `{method}:1`"):
         limit = checked_number(f"the limit of `clip={method}`", limit, OF_UPDATES["clip/limit"])
     return Spec(method, {"limit": limit, **options})
