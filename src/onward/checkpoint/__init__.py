@@ -1,4 +1,4 @@
-"""Checkpoints of other frameworks, as data: what is in them, and nothing of it executed."""
+"""Checkpoints of other frameworks, read and written as data: nothing in them is executed."""
 
 from onward.checkpoint.comparison import Comparison, diff
 from onward.checkpoint.exporting import to_checkpoint

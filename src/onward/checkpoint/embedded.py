@@ -49,7 +49,7 @@ def embed(model: Model, checkpoint: Checkpoint, matched: Match) -> None:
     try:
         form = encode(checkpoint, storage.name_of)
     except TooLarge:
-        warn(f"`{checkpoint.path}` is too large to embed: a checkpoint of this model will be a new one")
+        warn(f"`{checkpoint.path}` is too large to embed; exports of this model start a new checkpoint")
         return
     facts = {"names": dict(matched.names), "turned": sorted(matched.transposed), "checkpoint": form}
     model.step().algorithm.metadata_props[FACT] = json.dumps(facts)

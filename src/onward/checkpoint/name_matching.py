@@ -296,7 +296,7 @@ def with_names(
             return renamed, f"parameters of the optimizer are named by {origin}; {proof}"
         reasons.append(f"{origin}: {proof}")
     raise UnsupportedError(
-        f"the optimizer keeps {len(numbers)} parameters by number, and their names are not stored",
+        f"the optimizer numbers its {len(numbers)} parameters, and their names are not stored",
         hint="give them in its order: `--names FILE` with a name in each line, or `names=[...]`; or a training model "
         "with its groups: `like=...`; " + "; ".join(reasons),
     )
@@ -321,7 +321,7 @@ def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     if not checkpoint.keeps_order:
         raise UnsupportedError(
-            f"`{checkpoint.path}` has no names for what its optimizer keeps, and its tensors are not in their order",
+            f"`{checkpoint.path}` stores no parameter names, and its tensors are in another order",
             hint="make a training model of it first: `onward convert ... --like model.onnx`",
         )
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
@@ -382,7 +382,7 @@ _MOST_DIVISIONS = 256
 
 
 def _divide(shapes: Sequence[tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...] | None]]) -> list[int] | None:
-    """Return the group of each shape, if groups keep their order.
+    """Return the group of each shape, if the shapes of a group keep their order.
 
     Return None if several divisions fit, and an empty list if none does. A shape of None is
     unknown.

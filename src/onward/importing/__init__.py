@@ -196,8 +196,8 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
     groups, frozen = trained_groups(checkpoint, matched, groups, source, base, loss, options)
     if checkpoint.waiting:
         raise UnsupportedError(
-            f"gradients of {checkpoint.waiting} batches wait for an update in `{checkpoint.path}`, and would be lost",
-            hint="save it after an update",
+            f"gradients of {checkpoint.waiting} batches wait for an update in `{checkpoint.path}`",
+            hint="save it after an update: they would be lost",
         )
     recipe, clip, remarks = settled_options(checkpoint, base, groups, options)
     counted = updates_made(checkpoint, matched, groups, options.updates)

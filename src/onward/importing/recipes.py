@@ -267,8 +267,8 @@ def averages_of(
     """
     if checkpoint.average_updates == 0:
         raise UnsupportedError(
-            f"the averages in `{checkpoint.path}` had no update; the first one copies the weights",
-            hint="save it after that update, or omit `--ema`",
+            f"the averages in `{checkpoint.path}` had no update",
+            hint="save it after the first update, which copies the weights; or omit `--ema`",
         )
     trained = {name for group in groups for name in group.parameters}
     averages = {

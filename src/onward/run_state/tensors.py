@@ -274,7 +274,7 @@ def as_tensor(value: Any) -> Tensor:
         return value
     array = np.asarray(value) if isinstance(value, int | float | complex | np.generic | np.ndarray) else None
     if array is None or array.dtype.hasobject:
-        raise InvalidModelError(f"a `{type(value).__name__}` is in the checkpoint where a number would be")
+        raise InvalidModelError(f"the checkpoint has a `{type(value).__name__}` where a number would be")
     return ArrayTensor(array)
 
 
@@ -287,7 +287,7 @@ def number_of(value: Any) -> Any:
     """Return a number, which may be a tensor."""
     tensor = as_tensor(value)
     if not is_number(tensor):
-        raise InvalidModelError(f"a tensor of {list(tensor.shape)} is in the checkpoint where a number would be")
+        raise InvalidModelError(f"the checkpoint has a tensor of {list(tensor.shape)} where a number would be")
     return tensor.array().item()
 
 

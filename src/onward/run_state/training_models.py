@@ -73,7 +73,7 @@ def step_of(model: Model, requested: int | None = None) -> int:
     if requested is None and len(model.steps) > 1:
         names = ", ".join(f"`{step.algorithm.name}`" for step in model.steps)
         raise UnsupportedError(
-            f"the training model has {len(model.steps)} steps ({names}), and a run of a framework has one",
+            f"the training model has {len(model.steps)} steps ({names}), and frameworks run one",
             hint="name one with `step=...`, or run all: `onward.engines.start(model, engine=...)`",
         )
     return model.steps.index(model.step(requested or 0))

@@ -40,7 +40,7 @@ def _state(tree: Any, checkpoint: Checkpoint) -> Any:
         return tree
     (item,) = items
     others = sorted(name for name in tree if name != item)
-    warn(f"a file of Flax has one tree: `{item}` is written, {list_names(others, 5)} left out")
+    warn(f"a Flax file has one tree: `{item}` is written, {list_names(others, 5)} left out")
     return tree[item]
 
 

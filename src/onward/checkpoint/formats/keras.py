@@ -129,9 +129,9 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     weights = next((name for name in trees if name.endswith(".h5")), None)
     if checkpoint.format != FORMAT.name or weights is None:
         raise UnsupportedError(
-            "a file of Keras holds the layers of a model, which this checkpoint does not have",
-            hint="`onward convert training.onnx --to keras --program` writes a whole model that computes the same; or "
-            "import the .keras file of the model, and write that",
+            "a Keras file needs the layers of a model, which are missing",
+            hint="`onward convert training.onnx --to keras --program` writes an equal model; or import its .keras file "
+            "and write that",
         )
     groups = KerasTraining(trees[weights], trees.get(CONFIG)).renew(checkpoint)
     if CONFIG in trees:

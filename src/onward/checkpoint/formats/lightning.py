@@ -191,23 +191,20 @@ FORMAT = Format("lightning", "Lightning", matches, read, write, is_folder=False,
 # ---- configurations of OmegaConf -------------------------------------------------------------------------------------
 
 
-def plain(tree: Any) -> Any:
+def plain(tree: Any, seen: dict[int, Any] | None = None, depth: int = 100) -> Any:
     """Return a tree without OmegaConf's wrappers. Each object is visited once."""
-    return _plain(tree, {}, 100)
-
-
-def _plain(tree: Any, seen: dict[int, Any], depth: int) -> Any:
+    seen = {} if seen is None else seen
     if not depth:
         raise InvalidModelError("the configuration in the checkpoint is nested too deeply")
     if isinstance(tree, Object) and tree.of.module.startswith("omegaconf.") and isinstance(tree.state, Mapping):
-        return _plain(tree.state.get("_content", tree.state.get("_val")), seen, depth - 1)
+        return plain(tree.state.get("_content", tree.state.get("_val")), seen, depth - 1)
     if not isinstance(tree, dict | list):
         return tree
     if id(tree) not in seen:
         unwrapped: Any = {} if isinstance(tree, dict) else []
         seen[id(tree)] = unwrapped
         if isinstance(tree, dict):
-            unwrapped.update({key: _plain(value, seen, depth - 1) for key, value in tree.items()})
+            unwrapped.update({key: plain(value, seen, depth - 1) for key, value in tree.items()})
         else:
-            unwrapped += [_plain(item, seen, depth - 1) for item in tree]
+            unwrapped += [plain(item, seen, depth - 1) for item in tree]
     return seen[id(tree)]

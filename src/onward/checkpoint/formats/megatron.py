@@ -112,7 +112,7 @@ def _read_old(path: Path, folder: Path) -> Checkpoint:
     first, *others = _old_files(folder)
     if others:
         raise UnsupportedError(
-            f"the tensors of `{folder}` are cut for {len(others) + 1} processes in an unknown way",
+            f"`{folder}` splits its tensors over {len(others) + 1} processes in an unknown way",
             hint="load it in Megatron and save it with `--ckpt-format torch_dist`",
         )
     tree = mapping(read_torch_file(first))

@@ -197,7 +197,7 @@ def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict
         spec = specs[name]
         if MASTER in slots:
             raise UnsupportedError(
-                "the optimizer has float32 copies of weights, which PyTorch's optimizers do not support",
+                "PyTorch's optimizers cannot hold the float32 copies of weights of this checkpoint",
                 hint="write `--to deepspeed` or `--to megatron`, or import it with a model in float32",
             )
         tensors = {slot: as_tensor(value) for slot, value in slots.items() if slot != COUNT}

@@ -31,7 +31,7 @@ def optimizer_state(checkpoint: Checkpoint, empty: Any) -> Any:
     """Return the state of optax for a checkpoint. `empty` is a state without fields."""
     if len(checkpoint.optimizers) != 1:
         raise UnsupportedError(
-            f"the checkpoint has {len(checkpoint.optimizers)} optimizers, and a state of optax is of one",
+            f"the checkpoint has {len(checkpoint.optimizers)} optimizers, and optax's state is of one",
             hint="write a checkpoint for each",
         )
     maker = _Maker(checkpoint, checkpoint.optimizers[0], empty)
@@ -56,14 +56,14 @@ class _Maker:
         self.trained = [str(name) for group in self.groups for name in group.parameters]
         if unnamed := [name for name in self.trained if name not in self._tensors]:
             raise UnsupportedError(
-                f"the optimizer has state of `{unnamed[0]}`, which is not a parameter of the checkpoint",
+                f"the optimizer has state of `{unnamed[0]}`, which the checkpoint lacks",
                 hint="make a training model of it first: `onward convert ... --like model.onnx`",
             )
 
     def chain(self, group: ParameterGroup) -> list[Any]:
         if group.optimizer is None:
             raise UnsupportedError(
-                "the checkpoint does not name its optimizer, on which the state of optax depends",
+                "the checkpoint does not name its optimizer, which optax's state needs",
                 hint="name it when it is read: `optimizer=...`",
             )
         spec = group.spec

@@ -260,7 +260,7 @@ def _like(old: Tensor, new: Tensor) -> Tensor:
     """Return a tensor in the shape and dtype of the original."""
     if math.prod(old.shape) != math.prod(new.shape):
         raise UnsupportedError(
-            f"a tensor of {list(old.shape)} became {list(new.shape)}, which the original tree does not fit",
+            f"a tensor of {list(old.shape)} became {list(new.shape)}, which does not fit the tree",
             hint="write the checkpoint without changing shapes",
         )
     if old.shape == new.shape and old.dtype == new.dtype:

@@ -140,7 +140,7 @@ def write_tree(tree: Any, folder: Path) -> None:
         value = {"value_type": leaf_type, "skip_deserialize": leaf_type in _EMPTY}
         table[str(entry.path)] = {"key_metadata": key_metadata, "value_metadata": value}
     if len({*strings, *arrays}) < len(strings) + len(arrays):
-        raise UnsupportedError("two paths of the tree have the same name when joined with dots")
+        raise UnsupportedError("two paths of the tree are equal when joined with dots")
     write_arrays(folder, arrays.items())
     settings = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": True}
     write_json(folder / TREE, {"tree_metadata": table, **settings, "custom_metadata": None})
