@@ -328,6 +328,13 @@ def restore(path: Path, target: Tree, format: str) -> Tree:
         return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(target))
 
 
+def steps_here(model: onward.Model, training: Training, count: int) -> tuple[list[float], onward.Model]:
+    """The losses of some steps on ONNX Runtime, and the training model after them."""
+    batch = {name: np.asarray(array) for name, array in training.batch.items()}
+    with onward.engines.start(model) as engine:
+        return [float(engine.step(batch)[engine.loss]) for _ in range(count)], engine.updated()
+
+
 def test_jax_goes_on_with_the_same_losses(tmp_path: Path) -> None:
     """Five steps, saved, imported, exported, restored: the next five are to the last bit those of the same run."""
     training = Training(adamw())
@@ -362,10 +369,8 @@ def test_steps_between(tmp_path: Path, case: str) -> None:
     training.run(2)
     onward.to_checkpoint(save(training.state, tmp_path / "saved", format), tmp_path / "same", format=format)
     model = onward.from_checkpoint(tmp_path / "same", like=like)
-    batch = {name: np.asarray(array) for name, array in training.batch.items()}
-    with onward.engines.start(model) as engine:
-        losses = [float(engine.step(batch)[engine.loss]) for _ in range(3)]
-        onward.to_checkpoint(engine.updated(), tmp_path / "later", format=format)
+    losses, later = steps_here(model, training, 3)
+    onward.to_checkpoint(later, tmp_path / "later", format=format)
     again = Training(make())
     again.set(restore(tmp_path / "later", again.state, format))
     np.testing.assert_allclose([*losses, *again.run(3)], training.run(6), rtol=1e-5)
@@ -388,10 +393,7 @@ def test_what_states_of_optax_do_not_hold(tmp_path: Path) -> None:
         onward.from_checkpoint(path, like, clip=0.1)
     assert "--accumulate" in str(caught.value.hint)
     model = onward.from_checkpoint(path, like, clip=0.1, accumulate=2)
-    batch = {name: np.asarray(array) for name, array in training.batch.items()}
-    with onward.engines.start(model) as engine:
-        losses = [float(engine.step(batch)[engine.loss]) for _ in range(6)]
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(steps_here(model, training, 6)[0], expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -406,10 +408,8 @@ def test_rates_that_optax_injects(tmp_path: Path) -> None:
     like = Training(optax.adam(rate)).model()
     with pytest.raises(onward.Error, match="by its schedule after 4 updates"):
         onward.from_checkpoint(path, like, schedule="exponential:gamma=0.8")
-    batch = {name: np.asarray(array) for name, array in training.batch.items()}
-    with onward.engines.start(onward.from_checkpoint(path, like)) as engine:
-        losses = [float(engine.step(batch)[engine.loss]) for _ in range(4)]
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    model = onward.from_checkpoint(path, like)
+    np.testing.assert_allclose(steps_here(model, training, 4)[0], expected, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -456,6 +456,7 @@ def test_models_of_the_wheel(path: Path) -> None:
     assert len(screen(render, summary)) <= 35
     screen(render_parameters, summary)
     json.dumps(summary.to_json(), allow_nan=False)
+    picture(draw(path))
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
@@ -772,11 +773,6 @@ def test_there_is_no_picture_of_a_step_that_is_not_there() -> None:
 def test_pictures_of_foreign_models(name: str) -> None:
     kinds = blocks(draw(GOOD[name]()))
     assert "gradient" in kinds and "state" in kinds and "optimizer" in kinds
-
-
-@pytest.mark.parametrize("path", WHEEL, ids=lambda path: path.parent.name if path.stem == "model" else path.stem)
-def test_pictures_of_models_of_the_wheel(path: Path) -> None:
-    picture(draw(path))
 
 
 def test_a_model_of_nothing() -> None:

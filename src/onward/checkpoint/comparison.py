@@ -161,9 +161,7 @@ def _slots(checkpoint: Checkpoint) -> dict[tuple[str | int, str], Tensor]:
     """Return optimizer state without counts of updates, whose types differ among formats."""
     return {
         (name, slot): as_tensor(value)
-        for optimizer in checkpoint.optimizers
-        for name, slots in optimizer.slots.items()
-        for slot, value in slots.items()
+        for name, slot, value in checkpoint.stored_slots
         if slot != COUNT and value is not None
     }
 
@@ -323,13 +321,13 @@ def _rate(group: ParameterGroup) -> Any:
 
 def _schedules(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
     first, second = ([schedule for schedule in checkpoint.schedules if schedule.words != ()] for checkpoint in (a, b))
-    for one, other in itertools.zip_longest(first, second):
-        equal = bool(one and other) and one.position == other.position
-        if equal and one.words is not None and other.words is not None:
-            equal = same(_plain(one.words), _plain(other.words))
+    for schedule, other in itertools.zip_longest(first, second):
+        equal = bool(schedule and other) and schedule.position == other.position
+        if equal and schedule.words is not None and other.words is not None:
+            equal = same(_plain(schedule.words), _plain(other.words))
         elif equal:
-            equal = one.words is other.words and same(one.state, other.state)
-        yield Fact("schedule", _schedule_text(one), _schedule_text(other), equal)
+            equal = schedule.words is other.words and same(schedule.state, other.state)
+        yield Fact("schedule", _schedule_text(schedule), _schedule_text(other), equal)
 
 
 def _schedule_text(schedule: SchedulerState | None) -> str | None:

@@ -73,15 +73,13 @@ class _TensorNames:
         for stored_name, tensor in checkpoint.averages.items():
             if self._has(state_name := f"ema/{matched.names.get(stored_name, '')}"):
                 self._register(tensor, state_name, stored_name in matched.transposed)
-        for optimizer in checkpoint.optimizers:
-            for key, slots in optimizer.slots.items():
-                graph_name = matched.names.get(str(key), "")
-                for slot, value in slots.items():
-                    state_name = f"{graph_name}/{slot}"
-                    if slot == MASTER and state_name not in self._algorithm.initializers:
-                        state_name = graph_name  # the weights of the model are in float32 themselves
-                    if isinstance(value, Tensor) and self._has(state_name):
-                        self._register(value, state_name, str(key) in matched.transposed)
+        for key, slot, value in checkpoint.stored_slots:
+            graph_name = matched.names.get(str(key), "")
+            state_name = f"{graph_name}/{slot}"
+            if slot == MASTER and state_name not in self._algorithm.initializers:
+                state_name = graph_name  # the weights of the model are in float32 themselves
+            if isinstance(value, Tensor) and self._has(state_name):
+                self._register(value, state_name, str(key) in matched.transposed)
 
     def _has(self, name: str) -> bool:
         return name in self._algorithm.initializers or name in self._model.graph.initializers

@@ -118,19 +118,19 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
             optimizers=(_sorted(optimizer, order),),
             schedules=_schedules(run, ()),
             progress={"step": run.step},
-            averages=_averages(model, Match({})),
+            averages={name: tensor for name, _, tensor in _state_tensors(model, Match({}), "ema")},
         )
     else:
         before, matched = origin
-        slots = _slots(model, run.step, matched)
-        since = run.step - (before.step or 0)
+        slots, since = _slots(model, run.step, matched), run.step - (before.step or 0)
+        averages = {name: tensor for name, _, tensor in _state_tensors(model, matched, "ema")}
         checkpoint = dataclasses.replace(
             before,
             files=_remaining_files(before),
             optimizers=tuple(_continue_optimizer(optimizer, named, slots, matched) for optimizer in before.optimizers),
             schedules=_schedules(run, before.schedules),
             tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
-            averages=before.averages or _averages(model, matched),
+            averages=before.averages or averages,
             since=since,
             progress=_progress(before.progress, before.step, run.step),
         )
@@ -163,11 +163,6 @@ def weights_of(model: Model) -> Checkpoint:
     }
     path = model.path or Path("model.onnx")
     return Checkpoint(path=path, format="onnx", title="ONNX model", tensors=tensors, keeps_order=True)
-
-
-def _averages(model: Model, matched: Match) -> dict[str, Tensor]:
-    """Return averages of parameters, by the names of the checkpoint."""
-    return {name: tensor for name, _, tensor in _state_tensors(model, matched, "ema")}
 
 
 def _state_tensors(model: Model, matched: Match, *roles: str) -> Iterator[tuple[str, str | None, Tensor]]:
@@ -295,13 +290,13 @@ def _compare(format: Format, role: str, pairs: Pairs) -> None:
 
 def _tensor_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
     """Return pairs of weights. Some formats store the float32 copy of a weight in its place."""
-    slots_of = {name: slots for optimizer in checkpoint.optimizers for name, slots in optimizer.slots.items()}
+    masters = {name: value for name, slot, value in checkpoint.stored_slots if slot == MASTER}
     for name, tensor in checkpoint.tensors.items():
         other = again.tensors.get(names.get(name, ""))
         if other is None and tensor.dtype.kind in "iu" and not tensor.shape:
             continue  # a counter, which some formats have elsewhere or do not count
         is_same = other is None or other.dtype == tensor.dtype
-        yield name, tensor if is_same else slots_of.get(name, {}).get(MASTER, tensor), other
+        yield name, tensor if is_same else masters.get(name, tensor), other
 
 
 def _slot_pairs(checkpoint: Checkpoint, again: Checkpoint, names: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:

@@ -48,13 +48,7 @@ def tensor_lines(checkpoint: Checkpoint) -> list[str]:
     named = [
         *checkpoint.tensors.items(),
         *((f"{name} (average)", tensor) for name, tensor in checkpoint.averages.items()),
-        *(
-            (f"{name}/{slot}", value)
-            for optimizer in checkpoint.optimizers
-            for name, slots in optimizer.slots.items()
-            for slot, value in slots.items()
-            if isinstance(value, Tensor)
-        ),
+        *((f"{name}/{slot}", value) for name, slot, value in checkpoint.stored_slots if isinstance(value, Tensor)),
     ]
     return [f"{name}  {list(tensor.shape)}  {tensor.dtype}  {size(tensor.nbytes)}" for name, tensor in named]
 

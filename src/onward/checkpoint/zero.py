@@ -158,7 +158,7 @@ def _partitions(parts: Sequence[Mapping[str, Any]], number: int, optimizer: str,
 
     `optimizer` and `masters` are the keys of the optimizer and of the float32 copies.
     """
-    states = [part[optimizer]["state"].get(number, {}) for part in parts]
+    states = [process_state[optimizer]["state"].get(number, {}) for process_state in parts]
     first = states[0]
     if any(state.keys() != first.keys() for state in states):
         raise ValueError("its processes store different slots")
@@ -167,7 +167,7 @@ def _partitions(parts: Sequence[Mapping[str, Any]], number: int, optimizer: str,
     return {
         **count,
         **{slot: [state[slot] for state in states] for slot in flat},
-        MASTER: [part[masters][number] for part in parts],
+        MASTER: [process_state[masters][number] for process_state in parts],
     }
 
 

@@ -92,8 +92,8 @@ def _as_grouped(optimizer: OptimizerState, parts: Sequence[tuple[ParameterGroup,
     ]
     varying = {key for row in settings for key in row if any(row[key] != other.get(key) for other in settings)}
 
-    def fits(i: int, part: tuple[ParameterGroup, list[str]], keys: set[str]) -> bool:
-        numbers, (run_group, names) = optimizer.groups[i].parameters, part
+    def fits(i: int, candidate: tuple[ParameterGroup, list[str]], keys: set[str]) -> bool:
+        numbers, (run_group, names) = optimizer.groups[i].parameters, candidate
         if len(names) != len(numbers):
             return False
         if any(stored.get(number, shapes[name]) != shapes[name] for number, name in zip(numbers, names, strict=True)):
@@ -102,7 +102,7 @@ def _as_grouped(optimizer: OptimizerState, parts: Sequence[tuple[ParameterGroup,
         return all(same(settings[i].get(key, 0), ours.get(key, 0)) for key in keys)  # training models omit zeros
 
     for keys in (varying, varying - {"lr"}, set[str]()):
-        chosen = [[at for at, part in enumerate(parts) if fits(i, part, keys)] for i in range(len(settings))]
+        chosen = [[at for at, candidate in enumerate(parts) if fits(i, candidate, keys)] for i in range(len(settings))]
         if all(len(match) == 1 for match in chosen) and len({match[0] for match in chosen}) == len(parts):
             return [parts[i][1] for (i,) in chosen]
     return [parts[0][1]] if len(parts) == 1 else []
@@ -158,8 +158,7 @@ def with_state(checkpoint: Checkpoint, matched: Match, groups: Sequence[Paramete
     PyTorch programs often pass all parameters to an optimizer, and frozen ones never get state.
     """
     ours = matched.names
-    slots = [item for optimizer in checkpoint.optimizers for item in optimizer.slots.items()]
-    stored = {ours[str(name)] for name, values in slots if values and name in ours}
+    stored = {ours[str(name)] for name, _, _ in checkpoint.stored_slots if name in ours}
     parameters = set[str]()
     for group in groups:
         configured = configure(group.optimizer) if isinstance(group.optimizer, Spec) else None

@@ -201,16 +201,12 @@ def weights_and_slots(
     slots: dict[str, Tensor] = {}
     masters: dict[str, Tensor] = {}
     trained = {name for group in groups for name in group.parameters}
-    for optimizer in checkpoint.optimizers:
-        for theirs, values in optimizer.slots.items():
-            ours = matched.names.get(str(theirs))
-            if ours is None or ours not in trained:
-                continue
-            for slot, value in values.items():
-                if slot == COUNT or value is None:
-                    continue
-                tensor = matched.orient(theirs, as_tensor(value))
-                (masters if slot == MASTER else slots)[ours if slot == MASTER else f"{ours}/{slot}"] = tensor
+    for theirs, slot, value in checkpoint.stored_slots:
+        ours = matched.names.get(str(theirs))
+        if ours is None or ours not in trained or slot == COUNT or value is None:
+            continue
+        tensor = matched.orient(theirs, as_tensor(value))
+        (masters if slot == MASTER else slots)[ours if slot == MASTER else f"{ours}/{slot}"] = tensor
     wide = [name for name in masters if type_of(model, name) == ir.DataType.FLOAT]
     weights |= {name: masters.pop(name) for name in wide}
     _check_types(weights, model)
@@ -238,11 +234,11 @@ def updates_made(
             `stated`.
     """
     trained = {name for group in groups for name in group.parameters}
-    counts: dict[str, int] = {}
-    for optimizer in checkpoint.optimizers:
-        for name, slots in optimizer.slots.items():
-            if COUNT in slots and matched.names.get(str(name)) in trained:
-                counts[str(name)] = count_of(slots[COUNT])
+    counts = {
+        str(name): count_of(value)
+        for name, slot, value in checkpoint.stored_slots
+        if slot == COUNT and matched.names.get(str(name)) in trained
+    }
     if not counts:
         return checkpoint.step if stated is None else stated
     most = max(counts.values())

@@ -214,6 +214,13 @@ class RunState:
         return [group for optimizer in self.optimizers for group in optimizer.groups]
 
     @property
+    def stored_slots(self) -> Iterator[tuple[str | int, str, Any]]:
+        """Yield parameter, slot and value of the state of all `optimizers`."""
+        for optimizer in self.optimizers:
+            for name, slots in optimizer.slots.items():
+                yield from ((name, slot, value) for slot, value in slots.items())
+
+    @property
     def has_names(self) -> bool:
         """True if the state of all `optimizers` is stored by name."""
         return all(optimizer.has_names for optimizer in self.optimizers)

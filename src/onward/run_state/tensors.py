@@ -238,16 +238,14 @@ class ConvertedTensor(Tensor):
 
 
 _MOST_AXES = 64
+"""Limit of numpy."""
 
 
 def _refuse_impossible(tensor: Tensor) -> None:
     """Raise an InvalidModelError for a shape that no array can have."""
     sizes = [size for size in tensor.shape if size]
-    if (
-        len(tensor.shape) > _MOST_AXES
-        or any(size < 0 for size in sizes)
-        or math.prod(sizes) * tensor.dtype.itemsize >= 1 << 63
-    ):
+    is_too_large = math.prod(sizes) * tensor.dtype.itemsize >= 1 << 63
+    if is_too_large or len(tensor.shape) > _MOST_AXES or any(size < 0 for size in sizes):
         raise InvalidModelError(f"a tensor has the shape {list(tensor.shape)[:_MOST_AXES]}, which none can have")
 
 

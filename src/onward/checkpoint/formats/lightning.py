@@ -146,7 +146,6 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _updates(tree: Mapping[str, Any]) -> int | None:
-    """Return the updates that the loops count."""
     try:
         return int(tree["loops"]["fit_loop"][_STEPS]["optimizer"]["step"]["total"]["completed"])
     except (KeyError, TypeError):

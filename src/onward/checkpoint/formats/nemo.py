@@ -42,7 +42,6 @@ def matches(path: Path) -> bool:
 
 
 def _members(path: Path) -> dict[str, tarfile.TarInfo]:
-    """Return the files of a tar file, by name."""
     members: dict[str, tarfile.TarInfo] = {}
     with blame_file(f"`{path}` is not a whole tar file", tarfile.TarError, OSError, ValueError, EOFError):
         regular(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +134,15 @@ def _by_name(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return named
 
 
+_PROPERTIES: tuple[tuple[type, str], ...] = ((int, "q"), (float, "f"), (str, ""))
+"""Types of properties in the order of their fields, and the formats of numbers."""
+
+
 def _properties(properties: Table) -> dict[str, int | float | str]:
-    readers: tuple[Callable[[Table], Any], ...] = (
-        lambda table: table.number(1, "q", 0),
-        lambda table: table.number(1, "f", 0.0),
-        lambda table: table.text(1),
-    )
     return _by_name(
-        (entry.text(0), read(entry)) for field, read in enumerate(readers) for entry in properties.tables(field)
+        (entry.text(0), entry.number(1, format, value_type()) if format else entry.text(1))
+        for field, (value_type, format) in enumerate(_PROPERTIES)
+        for entry in properties.tables(field)
     )
 
 
@@ -215,13 +216,9 @@ def _data_type(dtype: np.dtype) -> ir.DataType:
         raise UnsupportedError(f"checkpoints of onnxruntime-training cannot hold tensors of {dtype}") from None
 
 
-def _bag(properties: Mapping[str, Any]) -> Fields | None:
-    kinds: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-        (int, lambda value: Number("q", value)),
-        (float, lambda value: Number("f", value)),
-        (str, lambda value: value),
-    )
-    return {
-        field: [{0: name, 1: field_of(value)} for name, value in properties.items() if type(value) is value_type]
-        for field, (value_type, field_of) in enumerate(kinds)
-    }
+def _bag(properties: Mapping[str, Any]) -> Fields:
+    entries: dict[int, list[Fields]] = {}
+    for field, (value_type, format) in enumerate(_PROPERTIES):
+        chosen = {name: value for name, value in properties.items() if type(value) is value_type}
+        entries[field] = [{0: name, 1: Number(format, x) if format else x} for name, x in chosen.items()]
+    return entries

@@ -280,9 +280,9 @@ def _zeros(old: Any) -> Any:
 
 def new_tree(checkpoint: Checkpoint, empty: Any) -> dict[str, Any]:
     """Return a tree for a checkpoint of another framework, in the form of Flax's `TrainState`."""
-    slots = {name: values for of in checkpoint.optimizers for name, values in of.slots.items()}
+    masters = {name: value for name, slot, value in checkpoint.stored_slots if slot == MASTER}
     trained = {name for group in checkpoint.stored_groups for name in group.parameters}
-    tensors = {name: slots.get(name, {}).get(MASTER, tensor) for name, tensor in checkpoint.tensors.items()}
+    tensors = {name: masters.get(name, tensor) for name, tensor in checkpoint.tensors.items()}
     others = {name: tensor for name, tensor in tensors.items() if trained and name not in trained}
     tree = {"step": checkpoint.step or 0, "params": nest_names({k: v for k, v in tensors.items() if k not in others})}
     if checkpoint.optimizers:

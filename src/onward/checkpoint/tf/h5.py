@@ -185,7 +185,6 @@ class _Names:
         return layers
 
     def _name(self, group: str) -> str:
-        """Return the name of a layer in the file."""
         return str(self._groups.get(f"{group}/{_VARS}".lstrip("/"), {}).get("attributes", {}).get("name", ""))
 
     def _layer(
@@ -202,7 +201,7 @@ class _Names:
         yield from self._own(group, class_name, config, names, trains, is_sure)
         parts = PARTS.get(class_name, {})
         children = [child for child in self._children.get(group, ()) if f"{group}/{child}" in self._filled]
-        position = {part: at for at, part in enumerate(parts)}
+        position = {name: at for at, name in enumerate(parts)}
         order = sorted(children, key=lambda child: position.get(child.lstrip("_"), len(parts)))
         sure = is_sure and (len(children) < 2 or all(child.lstrip("_") in parts for child in children))
         for child in order:
