@@ -86,7 +86,7 @@ def _read_saved(folder: Path) -> _Saved:
     names = sorted(path.name for path in folder.iterdir() if path.suffix == ".pt")
     if split := [name for name in names if name.startswith(("layer_", "expert_"))]:
         raise UnsupportedError(
-            f"`{folder}` stores layers or experts in separate files such as `{split[0]}`",
+            f"`{folder}` splits a pipeline or experts into files such as `{split[0]}`",
             hint="make a universal checkpoint of it with `ds_to_universal.py` of DeepSpeed",
         )
     models, parts = _by_rank(names, _MODEL), _by_rank(names, _PART)
