@@ -28,7 +28,7 @@ from onward.transform.opset import is_same
 
 def graph_present(subject: CheckedModel) -> Iterator[Finding]:
     if not subject.proto.HasField("graph"):
-        yield make_finding("OW101", "model", "the model has no graph: there is nothing to run or train")
+        yield make_finding("OW101", "model", "the model has no graph")
 
 
 def ir_version(subject: CheckedModel) -> Iterator[Finding]:

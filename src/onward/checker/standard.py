@@ -72,7 +72,7 @@ def _has_inner_external_data(subject: CheckedModel) -> bool:
 
 
 def objections(subject: CheckedModel, verdicts: dict[Scope, Verdict], errors: Iterable[Finding]) -> Iterator[Finding]:
-    """Yield what onnx objects to in graphs without other errors."""
+    """Yield the objections of onnx to graphs without other errors."""
     blamed = {match[0] for finding in errors if (match := _GRAPH.match(finding.place))}
     for scope, verdict in verdicts.items():
         if not blamed.isdisjoint(("model", "functions", *(graph.place for graph in scope.graphs))):

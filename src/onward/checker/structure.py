@@ -30,7 +30,7 @@ def new_names_only(scope: Scope) -> Iterator[Finding]:
         return
     for name in scope.own.names():
         if scope.outer.defines(name):
-            message = f"{quote(name)} is declared again; the inference graph has it ({_kind(scope.outer, name)})"
+            message = f"{quote(name)} is also declared in the inference graph ({_kind(scope.outer, name)})"
             hint = "the algorithm reads inference values by name: remove the declaration, or choose another name"
             yield make_finding("OW121", f"{scope.own.place}{_declaration(scope.own, name)}", message, hint)
 

@@ -51,8 +51,7 @@ def _regions(graph: ir.Graph) -> Iterator[list[ir.Node]]:
     for node in reversed(graph):
         if not _is_elementwise(node):
             continue
-        output = node.outputs[0]
-        readers = [use.node for use in output.uses()]
+        readers = [use.node for use in node.outputs[0].uses()]
         if not all(reader in region and _shape(reader) == _shape(node) for reader in readers):
             continue
         merged = [node]
@@ -64,9 +63,9 @@ def _regions(graph: ir.Graph) -> Iterator[list[ir.Node]]:
 
 def _shape(node: ir.Node) -> tuple[int, ...] | None:
     """Return the sizes of the first output, if all are known."""
-    sizes = dims(node.outputs[0]) or ()
-    numbers = tuple(n for n in sizes if isinstance(n, int))
-    return numbers if dims(node.outputs[0]) is not None and len(numbers) == len(sizes) else None
+    sizes = dims(node.outputs[0])
+    numbers = tuple(n for n in sizes or () if isinstance(n, int))
+    return numbers if sizes is not None and len(numbers) == len(sizes) else None
 
 
 def _is_elementwise(node: ir.Node) -> bool:

@@ -14,7 +14,7 @@ from onward.model.walk import read_by
 from onward.standard import is_standard
 
 _MOST = 2**22
-"""Largest number of elements that are computed ahead."""
+"""Largest number of elements of a computed constant: masks of 2048 tokens have as many."""
 
 
 class Constants:
@@ -56,7 +56,11 @@ class Constants:
             return None if array is None or dtype is None else array.astype(dtype.numpy())
         if (function := _FUNCTIONS.get(node.op_type)) is None:
             return None
-        inputs = [_sizes(node.inputs[0])] if node.op_type == "Shape" else [self.array(x) for x in node.inputs]
+        if node.op_type == "Shape":
+            shape = node.inputs[0].shape if node.inputs[0] is not None else None
+            inputs = [np.array(list(shape), np.int64) if shape is not None and shape.is_static() else None]
+        else:
+            inputs = [self.array(value) for value in node.inputs]
         arrays = [array for array in inputs if array is not None]
         if len(arrays) < len(inputs) or sum(array.size for array in arrays) > _MOST:
             return None
@@ -79,20 +83,11 @@ class Constants:
         return np.array(picked, np.int64).reshape(indices.shape)
 
 
-def _sizes(value: ir.Value | None) -> np.ndarray | None:
-    shape = value.shape if value is not None else None
-    return np.array(list(shape), np.int64) if shape is not None and shape.is_static() else None
-
-
 def _slice(x: np.ndarray, starts: np.ndarray, ends: np.ndarray, axes: Any = None, steps: Any = None) -> np.ndarray:
     axes = range(len(starts)) if axes is None else axes.tolist()
     steps = np.ones_like(starts) if steps is None else steps
     cut = dict(zip(axes, map(slice, starts.tolist(), ends.tolist(), steps.tolist()), strict=True))
     return x[tuple(cut.get(axis, cut.get(axis - x.ndim, slice(None))) for axis in range(x.ndim))]
-
-
-def _trilu(x: np.ndarray, k: Any = 0, upper: int = 1) -> np.ndarray:
-    return np.triu(x, int(k)) if upper else np.tril(x, int(k))
 
 
 _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
@@ -108,7 +103,7 @@ _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "Shape": lambda sizes, start=0, end=None: sizes[start:end],
     "Slice": _slice,
     "Sqrt": np.sqrt,
-    "Trilu": _trilu,
+    "Trilu": lambda x, k=0, upper=1: np.triu(x, int(k)) if upper else np.tril(x, int(k)),
     "Unsqueeze": lambda x, axes: np.expand_dims(x, tuple(axes.tolist())),
     "Where": np.where,
 }

@@ -70,7 +70,7 @@ class _DataParallelPass:
             if user.op_type == "CastLike" and i == 1:  # the number of samples, for the unbiased variance
                 self._replace(user.outputs[0], all_reduce)
         expand(self._step_graph.context, {("", "BatchNormalization"): _batch_normalization}, _is_training)
-        self._step_graph.known.update({value.name: value for value in values(self._step_graph.graph)})
+        self._step_graph.by_name.update({value.name: value for value in values(self._step_graph.graph)})
 
     def apply(self) -> None:
         self._draw_own_numbers()
@@ -147,7 +147,7 @@ class _DataParallelPass:
 
     def _replace(self, value: ir.Value, change: Callable[[Expr], Expr]) -> None:
         name = value.name or ""
-        self._step_graph.known[name] = _replace_by_common(self._op, value, change)
+        self._step_graph.by_name[name] = _replace_by_common(self._op, value, change)
 
 
 def _replace_by_common(op: Builder, value: ir.Value, change: Callable[[Expr], Expr]) -> ir.Value:

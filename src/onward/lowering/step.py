@@ -209,7 +209,7 @@ def _apply(origin: _Origin) -> _Part:
         output.name = f"{output.name}/computed"
         output.replace_all_uses_with(gradient)
         step_graph.graph.inputs.append(gradient)
-        step_graph.known[gradient.name] = gradient
+        step_graph.by_name[gradient.name] = gradient
         parameters[gradient.name] = x
     bindings = {name: new for name, new in step_graph.bindings.items() if name not in forward}
     metrics = [name for name in step_graph.metrics if name not in forward_metrics]

@@ -22,10 +22,10 @@ class StepGraph:
 
     def __init__(self, context: Context, step: Step, state: Sequence[State]):
         self.context, self.graph = context, context.graph
-        self.known = {value.name: value for value in values(self.graph)}
-        self.opened = dict(self.known)
+        self.by_name = {value.name: value for value in values(self.graph)}
+        self.opened = dict(self.by_name)
         """Values of the combined graph by name, before any change."""
-        self.state = {s.name: self.known[s.name] for s in state}
+        self.state = {s.name: self.by_name[s.name] for s in state}
         self._step = step
         self.random = {self.state[s.name] for s in state if s.role == "rng"}
         """State of random generators."""
@@ -55,7 +55,7 @@ class StepGraph:
         name = op.names.fresh("loss")
         loss = op.ReduceSum(self.value(string(self.last_gradients()[0], "y")), keepdims=0).value
         loss.name = name
-        self.known[name] = loss
+        self.by_name[name] = loss
         self.metrics.append(name)
         self._added = name
 
@@ -71,13 +71,13 @@ class StepGraph:
                 op = self.context.builder()
                 value = op.Identity(value).like(value).value
                 value.name = self.bindings[state] = op.names.fresh(f"{state}/new")
-                self.known[value.name] = value
+                self.by_name[value.name] = value
             taken.add(value)
 
     def value(self, name: str) -> ir.Value:
-        if name not in self.known:
+        if name not in self.by_name:
             raise InvalidModelError(f"the training names `{name}`, which does not exist", hint=_HINT)
-        return self.known[name]
+        return self.by_name[name]
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class StepGraph:
         """
         nodes = self.last_gradients()
         derived, from_batch = self._derived(nodes), self.from_batch()
-        parameters = {self.known.get(x) for node in nodes for x in strings(node, "xs")}
+        parameters = {self.by_name.get(x) for node in nodes for x in strings(node, "xs")}
         _, needed = ancestors(self.value(string(node, "y")) for node in nodes)
 
         def is_forward(new: str, state: str | None = None) -> bool:
@@ -148,11 +148,11 @@ class StepGraph:
         op = self.context.builder()
         self.graph.outputs.clear()  # others are set later
         for trained, plain in pairs.items() if isinstance(pairs, dict) else ():
-            old, new = self.known.get(trained), self.known.get(str(plain))
+            old, new = self.by_name.get(trained), self.by_name.get(str(plain))
             if old is None or new is None:
                 continue
             if trained in self.metrics:  # which keep their names
                 old.name = op.names.fresh(f"{trained}/trained")
-                self.known[trained] = op.Identity(new).like(new).value
-                self.known[trained].name = trained
+                self.by_name[trained] = op.Identity(new).like(new).value
+                self.by_name[trained].name = trained
             old.replace_all_uses_with(new)

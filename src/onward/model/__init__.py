@@ -1,4 +1,4 @@
-"""Training models: reading, writing and what is in them."""
+"""Training models: their steps, reading and writing."""
 
 from onward.model.core import TRAINING_DOMAIN, Model, Step
 from onward.model.serde import Source, load

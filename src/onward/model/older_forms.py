@@ -134,7 +134,7 @@ def _bind(info: TrainingInfoProto, graph: GraphProto, pairs: list[tuple[str, str
     tensors = [*graph.initializer, *info.algorithm.initializer]
     state = {tensor.name: tensor for tensor in tensors}
     if len(state) != len(tensors):
-        raise _unclear(f"{draft} has an initializer that is one of the inference graph's as well")
+        raise _unclear(f"{draft} has an initializer that the inference graph has, too")
     computed = {name for node in info.algorithm.node for name in node.output}
     initial = {value.name for value in info.initialization.output}
     for pair in pairs:
@@ -222,7 +222,7 @@ def _parse(message_type: type[_Kind], data: Any) -> _Kind:
 
 
 def _unclear(what: str) -> UnsupportedError:
-    message = f"the file has training information as drafts of 2019 and 2020 had it, and its meaning is unclear: {what}"
+    message = f"the training information is of a draft of 2019 or 2020, and unclear: {what}"
     return UnsupportedError(message, hint=_HINT)
 
 
@@ -290,7 +290,7 @@ def _complete(gradient: NodeProto) -> None:
         return
     if not set(xs) <= set(inputs):
         message = f"a Gradient of a draft of 2019 has {len(inputs)} inputs for {len(xs)} names in `xs`"
-        raise UnsupportedError(f"{message}: it is unclear which stands for which", hint=_HINT)
+        raise UnsupportedError(f"{message}: it is unclear which input belongs to which name", hint=_HINT)
     zs = [name for name in inputs if name not in xs]
     gradient.input[:] = [*xs, *zs]
     gradient.attribute.append(helper.make_attribute("zs", zs))

@@ -24,7 +24,7 @@ def read_varint(data: bytes, at: int) -> tuple[int, int]:
         number |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return number & (1 << 64) - 1, at + index + 1
-    raise ValueError("it has a number that is too long")
+    raise ValueError(f"it has a varint longer than {_LONGEST} bytes")
 
 
 def fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
@@ -51,7 +51,7 @@ def spans(data: bytes, at: int = 0, end: int | None = None) -> Iterator[tuple[in
         elif wire_type in (_FIXED32, _FIXED64):
             length = 4 if wire_type == _FIXED32 else 8
         else:
-            raise ValueError("it has a field of a kind that there is not")
+            raise ValueError("it has a field of an unknown wire type")
         if at + length > end:
             raise ValueError("it ends within a field")
         yield tag >> 3, wire_type, at, at + length
