@@ -1,16 +1,20 @@
 """Training on JAX and TensorFlow, compiled or not, by their derivative or our rules: as on ONNX Runtime."""
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
+from control_flow import CASES as CONTROL_FLOW
 from framework_training import MODES, STEPS, assert_trains_alike, trained
 from lowered import CASES, FLAT, SQUARE, penalised
 from marks import needs
 from models import digits_mlp, small_cnn
 
 import onward
-from onward.engines import FRAMEWORKS, start
+from onward.engines import FRAMEWORKS, function, start
+from onward.engines.framework import framework_of
+from onward.engines.framework_engine import interpreter
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.model import load
 from onward.recipe.optimizers import OPTIMIZERS
@@ -105,6 +109,30 @@ def test_trains_what_pytorch_exports(name, mode, engine):
     batches = [arrays(subject.batch(3 if i % 7 == 6 else 8)) for i in range(STEPS)]
     idle = ["key.bias", "k_proj.bias", "c_attn.bias"]
     assert_trains_alike(model, batches, idle, engine=engine, **MODES[mode])
+
+
+# ---- compiled control flow -------------------------------------------------------------------------------------------
+
+NOT_COMPILED = {"jax": {"scan outputs", "unread output", "tangled"}, "tensorflow": set()}
+"""A Loop that collects something in each iteration, and only the batch says how many these are."""
+
+
+@ON_EACH
+@pytest.mark.parametrize("name", [name for name, (proto, _) in CONTROL_FLOW.items() if not proto.functions])
+def test_control_flow_is_the_same_compiled(name, engine):
+    proto, inputs = CONTROL_FLOW[name]
+    if not all(isinstance(value, np.ndarray) for value in inputs.values()):
+        pytest.skip("a batch is of arrays")
+    framework = framework_of(engine)
+    execute = interpreter(load(proto).copy(), framework)
+    step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, found = step({}, {}, {name: framework.feed(value) for name, value in inputs.items()})
+    assert bool(caught) == (name in NOT_COMPILED[engine]), [str(warning.message) for warning in caught]
+    atol = 1e-6 if engine == "jax" else 0
+    for output, expected in function(load(proto), engine="numpy")(inputs).items():
+        np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, atol=atol, err_msg=output)
 
 
 # ---- options ---------------------------------------------------------------------------------------------------------

@@ -1,15 +1,12 @@
 """Training on JAX: losses and state as on ONNX Runtime, control flow as it is compiled, and what the options mean."""
 
 import functools
-import math
 import re
-import warnings
 
 import gradcheck
 import numpy as np
 import onnx
 import pytest
-from control_flow import CASES as CONTROL_FLOW
 from framework_training import assert_trains_alike, equal_layers
 from lowered import SQUARE
 from marks import needs
@@ -21,7 +18,7 @@ import onward
 from onward.differentiate.gradients import lower_gradients
 from onward.engines import function, start
 from onward.engines.framework import framework_of
-from onward.engines.framework_engine import computation, interpreter
+from onward.engines.framework_engine import computation
 from onward.lowering.step import lower_for_engine
 from onward.model import load
 from onward.model.state import carried_state
@@ -98,28 +95,6 @@ def test_derivatives_are_those_of_the_rules(name):
         np.testing.assert_allclose(own[gradient], rules[gradient], rtol=1e-3, atol=1e-4 * scale, err_msg=gradient)
 
 
-NOT_COMPILED = {"scan outputs", "unread output", "tangled"}
-"""A Loop that collects something in each iteration, and only the batch says how many these are."""
-
-
-@pytest.mark.parametrize("name", [name for name, (proto, _) in CONTROL_FLOW.items() if not proto.functions])
-def test_control_flow_is_the_same_compiled(name):
-    from onward.engines.jax import Jax
-
-    proto, inputs = CONTROL_FLOW[name]
-    if not all(isinstance(value, np.ndarray) for value in inputs.values()):
-        pytest.skip("a batch is of arrays")
-    framework = Jax()
-    execute = interpreter(load(proto).copy(), framework)
-    step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        _, found = step({}, {}, inputs)
-    assert bool(caught) == (name in NOT_COMPILED), [str(warning.message) for warning in caught]
-    for output, expected in function(load(proto), engine="numpy")(inputs).items():
-        np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, atol=1e-6, err_msg=output)
-
-
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
@@ -143,19 +118,6 @@ def test_a_step_is_compiled_once_for_each_shape():
         for batch in (SQUARE, SQUARE, fewer, SQUARE, fewer):
             engine.step(batch)
     assert said == [f"jax compiles the step for image [{n}, 1, 8, 8], labels [{n}]" for n in (6, 3)]
-
-
-@pytest.mark.slow("False")
-@pytest.mark.parametrize("compiled", [True, False])
-def test_a_step_without_a_loss_changes_nothing(compiled):
-    bad = SQUARE | {"image": np.full_like(SQUARE["image"], np.nan)}
-    with start(cnn(), engine="jax", compile=compiled) as engine:
-        engine.step(SQUARE)
-        before = engine.state()
-        assert math.isnan(engine.step(bad)["loss"])
-        for name, array in engine.state().items():
-            np.testing.assert_array_equal(array, before[name], err_msg=name)
-        assert math.isfinite(engine.step(SQUARE)["loss"])
 
 
 def test_a_step_copies_no_moments():

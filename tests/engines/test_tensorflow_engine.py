@@ -3,12 +3,10 @@
 import functools
 import subprocess
 import sys
-import warnings
 
 import gradcheck
 import numpy as np
 import pytest
-from control_flow import CASES as CONTROL_FLOW
 from framework_training import assert_trains_alike
 from lowered import SQUARE
 from marks import needs
@@ -19,7 +17,7 @@ from rule_tables import EDGES
 
 import onward
 from onward.differentiate import vjp
-from onward.engines import function, start
+from onward.engines import start
 from onward.engines.framework_engine import interpreter
 from onward.errors import DataError
 from onward.model import load
@@ -131,21 +129,6 @@ def test_derivatives_at_kinks(name):
 
 
 # ---- compiled steps --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name, (proto, _) in CONTROL_FLOW.items() if not proto.functions])
-def test_control_flow_is_the_same_compiled(name):
-    proto, inputs = CONTROL_FLOW[name]
-    if not all(isinstance(value, np.ndarray) for value in inputs.values()):
-        pytest.skip("a batch is of arrays")
-    framework = tensorflow()
-    execute = interpreter(load(proto).copy(), framework)
-    step = framework.compile(lambda state, constants, batch: ({}, execute(batch)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, found = step({}, {}, {name: framework.adopt(value) for name, value in inputs.items()})
-    for output, expected in function(load(proto), engine="numpy")(inputs).items():
-        np.testing.assert_allclose(framework.host(found[output]), expected, rtol=1e-5, err_msg=output)
 
 
 def cnn():

@@ -90,24 +90,20 @@ def test_every_optimizer(name):
         assert np.abs(state[key].astype(np.float64) - other[key]).max(initial=0) <= 1e-4 * size, key
 
 
-def with_dropout(width):
+@pytest.mark.parametrize("options", [{"compile": False}, pytest.param({}, marks=pytest.mark.slow)], ids=str)
+def test_random_numbers_of_many_elements(options):
+    """Many are counted on the device; few, as in test_agreement.py, on the host."""
+    width, rng = 4096, np.random.default_rng(0)
     text = """<ir_version: 10, opset_import: ["" : 21]>
         g (float[n, 8] x) => (float[n, 4] y)
         { h = MatMul(x, w1)  ratio = Constant<value = float {0.4}>()  d = Dropout(h, ratio)  y = MatMul(d, w2) }"""
-    rng = np.random.default_rng(0)
     proto = parser.parse_model(text)
     for name, shape in (("w1", (8, width)), ("w2", (width, 4))):
         proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape).astype("f"), name))
     batches = [{"x": rng.standard_normal((8, 8)).astype("f"), "labels": rng.integers(0, 4, 8)} for _ in range(4)]
-    return onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.01"), batches
-
-
-@pytest.mark.parametrize("width", [16, 4096])
-def test_random_numbers_of_many_elements(width):
-    """Many are counted on the device, few on the host."""
-    model, batches = with_dropout(width)
+    model = onward.prepare(proto, loss="cross_entropy", optimizer="sgd:lr=0.01")
     expected, _ = trained(model, batches, "onnxruntime", threads=1)
-    losses, _ = trained(model, batches, "torch", compile=False)
+    losses, _ = trained(model, batches, "torch", **options)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
@@ -150,14 +146,6 @@ def test_a_step_is_compiled_once_and_not_for_an_odd_batch():
     assert len(said) == 2
     assert "labels [16]" in said[0]
     assert "labels [32]" in said[1]
-
-
-@pytest.mark.slow
-def test_a_compiled_step_draws_the_same_numbers():
-    model, batches = with_dropout(4096)
-    expected, _ = trained(model, batches, "onnxruntime", threads=1)
-    losses, _ = trained(model, batches, "torch")
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -237,22 +237,20 @@ class TorchParallel(Engine):
         samples = self._samples(batch, inputs)
         tensors = {name: self._framework.adopt(samples[name]) for name in self._contract.batch}
         state = {name: self._local(name) for name in self._contract.state if name not in self._forward.places}
-        outputs = self._module({**state, **tensors, **self._start_first_sums(tensors)})
+        local = {} if self._first_sums is None else self._first_sums(tensors)
+        first = {name: SumUnderWay(self._framework.place(x)) for name, x in local.items()}
+        outputs = self._module({**state, **tensors, **first})
         last = {name: SumUnderWay(self._framework.place(outputs[name])) for name in self._last_sums}
         factor = derivative_of_common_sum() if self.loss in last else 1
         self._backward(outputs[self.loss].sum() * factor)
         outputs.update({name: total.wait() for name, total in last.items()})
-        gradients = {}
-        for name, x in self._update_contract.gradients.items():
-            if x in self._forward.places:
-                gradients[name] = self._gradient(self._forward.parameter(x))
-            else:
-                gradients[name] = torch.zeros_like(self._local(x))
+        gradients = {
+            name: self._gradient(self._forward.parameter(x))
+            if x in self._forward.places
+            else torch.zeros_like(self._local(x))
+            for name, x in self._update_contract.gradients.items()
+        }
         return {name: _detach(value) for name, value in outputs.items()}, gradients
-
-    def _start_first_sums(self, batch: Tensors) -> dict[str, SumUnderWay]:
-        local = {} if self._first_sums is None else self._first_sums(batch)
-        return {name: SumUnderWay(self._framework.place(x)) for name, x in local.items()}
 
     def _samples(self, batch: Any, inputs: Any) -> dict[str, Any]:
         """Return the arrays of a batch that this process computes with."""

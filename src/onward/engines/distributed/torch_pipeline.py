@@ -124,7 +124,8 @@ class TorchPipeline(TorchParallel):
         samples = self._samples(batch, inputs)
         tensors = {name: self._framework.adopt(samples[name]) for name in self._contract.batch}
         count = max((len(tensor) for tensor in tensors.values() if tensor.ndim), default=1)
-        micro_batches = _most_parts(count, self._micro_batches or 4 * self.group.size)
+        most = min(count, self._micro_batches or 4 * self.group.size)
+        micro_batches = max(n for n in range(1, most + 1) if count % n == 0)  # which must be equal
         state = {name: self._local(name) for name in self._contract.state if name not in self._trained}
         with torch.no_grad():
             of_whole = self._of_whole({**tensors, **state})
@@ -213,11 +214,6 @@ def _deal_out(parts: Sequence[ExecutablePart], size: int) -> list[list[Executabl
         )
     starts = [0, *(int(own[0]) for own in np.array_split(blocks, size)[1:]), len(parts)]
     return [list(parts[start:end]) for start, end in itertools.pairwise(starts)]
-
-
-def _most_parts(count: int, most: int) -> int:
-    """Return the largest divisor of `count` up to `most`."""
-    return max(divisor for divisor in range(1, min(count, most) + 1) if count % divisor == 0)
 
 
 @dataclasses.dataclass
