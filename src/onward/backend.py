@@ -61,7 +61,9 @@ class Prepared(BackendRep):
         values = inputs if isinstance(inputs, list | tuple) else [inputs]
         names = self._required if len(values) <= len(self._required) else list(self._declared)
         if len(values) > len(names):
-            raise DataError(f"got {len(values)} inputs, but the model has {len(names)}")
+            raise DataError(
+                f"got {len(values)} inputs, but the model has {len(names)}", hint=f"pass {', '.join(names)}"
+            )
         return dict(zip(names, values, strict=False))
 
 

@@ -376,7 +376,7 @@ def test_state_of_rare_types_is_held_or_refused(kind, engine):
     )
     algorithm.output[0].name = "other"
     if engine in RARE[kind]:
-        with pytest.raises(onward.Error, match=f"holds no state of the type {kind}, which `s` has"):
+        with pytest.raises(onward.Error, match=f"cannot hold `s`, a state of type {kind}"):
             engines.start(proto, engine=engine)
         return
     state, _ = after_a_step(proto, engine)

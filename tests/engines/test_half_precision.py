@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,15 +183,25 @@ def batches(dtype: Any, steps: int = STEPS) -> Iterator[tuple[Any, Any]]:
         yield torch.randn(8, 16, generator=generator).to(dtype), torch.randint(0, 4, (8,), generator=generator)
 
 
-def pure(module: Any, **how: Any) -> list[float]:
-    made, losses = torch.optim.AdamW(module.parameters(), lr=1e-2, **how), []
-    for x, y in batches(torch.bfloat16):
+def losses_of(
+    module: Any, made: Any, given: Iterable[tuple[Any, Any]], scheduler: Any = None, autocast: Any = None
+) -> list[float]:
+    """The losses of steps by the optimizer `made`."""
+    losses = []
+    for x, y in given:
         made.zero_grad()
-        loss = nn.functional.cross_entropy(module(x), y)
+        with torch.autocast("cpu", dtype=autocast, enabled=autocast is not None):
+            loss = nn.functional.cross_entropy(module(x), y)
         loss.backward()
         made.step()
+        if scheduler is not None:
+            scheduler.step()
         losses.append(float(loss.detach()))
     return losses
+
+
+def pure(module: Any, **how: Any) -> list[float]:
+    return losses_of(module, torch.optim.AdamW(module.parameters(), lr=1e-2, **how), batches(torch.bfloat16))
 
 
 def with_masters(module: Any, scale: float | None = None) -> list[float]:
@@ -366,18 +376,6 @@ RUNS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def goes_on(module: Any, made: Any, scheduler: Any, given: list[Any]) -> list[float]:
-    losses = []
-    for x, y in given:
-        made.zero_grad()
-        loss = nn.functional.cross_entropy(module(x), y)
-        loss.backward()
-        made.step()
-        scheduler.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 @pytest.mark.slow("masters in groups")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("adamw", "sgd", "masters"))) for kind in RUNS]
@@ -386,18 +384,18 @@ def test_a_run_goes_on_bit_by_bit_there_and_back(kind: str, tmp_path: Path) -> N
     module, given = network().bfloat16(), list(batches(torch.bfloat16))
     made = RUNS[kind](module)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
-    goes_on(module, made, scheduler, given[:5])
+    losses_of(module, made, given[:5], scheduler)
     settings = {"loss": nn.CrossEntropyLoss(), "optimizer": made, "scheduler": scheduler}
     training = from_torch(module, given[0][0], **settings)
     carried, program = to_torch(training, probe=False), to_torch(training, live=False, probe=False)
-    expected = goes_on(module, made, scheduler, given[5:])
+    expected = losses_of(module, made, given[5:], scheduler)
     with start(training, engine="torch", compile=False) as running:
         inputs, labels = running.inputs
         steps = (running.step({inputs: to_array(x), labels: y.numpy()}) for x, y in given[5:])
         assert [float(step[running.loss]) for step in steps] == expected
         state = running.state()
     for other in (carried, program):
-        assert goes_on(other.module, other.optimizer, other.scheduler, given[5:]) == expected
+        assert losses_of(other.module, other.optimizer, given[5:], other.scheduler) == expected
         for (key, theirs), ours in zip(module.named_parameters(), other.module.parameters(), strict=True):
             assert torch.equal(theirs, ours), key
             for slot, tensor in made.state[theirs].items():
@@ -418,7 +416,7 @@ def test_a_file_of_copies_fills_its_training_model_again(tmp_path: Path) -> None
     scheduler = torch.optim.lr_scheduler.ExponentialLR(made, 0.9)
     settings = {"loss": nn.CrossEntropyLoss(), "optimizer": made, "scheduler": scheduler, "probe": False}
     like = from_torch(module, given[0][0], **settings)
-    goes_on(module, made, scheduler, given)
+    losses_of(module, made, given, scheduler)
     path = tmp_path / "run.pt"
     torch.save(
         {"module": module.state_dict(), "optimizer": made.state_dict(), "scheduler": scheduler.state_dict()}, path
@@ -459,8 +457,7 @@ def test_copies_of_a_run_are_masters_that_round_to_its_weights() -> None:
             running.step({inputs: to_array(x), labels: y.numpy()})
         after = running.state()
     parameters = dict(carried.module.named_parameters())
-    with_torch = torch.optim.lr_scheduler.ConstantLR(carried.optimizer, factor=1.0)
-    goes_on(carried.module, carried.optimizer, with_torch, given)
+    losses_of(carried.module, carried.optimizer, given)
     for name, parameter in parameters.items():
         master = carried.optimizer.state[parameter]["master"].numpy()
         np.testing.assert_allclose(after[f"{name}/master"], master, rtol=1e-5, atol=1e-6)
@@ -531,24 +528,12 @@ class Inside(nn.Module):  # type: ignore[misc]
             return self.inner(x)
 
 
-def under_autocast(module: Any, made: Any, given: list[Any], dtype: Any) -> list[float]:
-    losses = []
-    for x, y in given:
-        made.zero_grad()
-        with torch.autocast("cpu", dtype=dtype):
-            loss = nn.functional.cross_entropy(module(x), y)
-        loss.backward()
-        made.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_what_is_read_under_autocast_trains_under_autocast(dtype: Any) -> None:
     """Parameters stay in float32, products are computed in 16 bits, and the loss is in float32 again."""
     module, given = network(), list(batches(torch.float32))
     made = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    under_autocast(module, made, given[:5], dtype)
+    losses_of(module, made, given[:5], autocast=dtype)
     with torch.autocast("cpu", dtype=dtype):
         training = from_torch(module, given[0][0], loss=nn.CrossEntropyLoss(), optimizer=made)
     plain = from_torch(module, given[0][0], loss=nn.CrossEntropyLoss(), optimizer=made, probe=False)
@@ -556,7 +541,7 @@ def test_what_is_read_under_autocast_trains_under_autocast(dtype: Any) -> None:
     products = {node.outputs[0].dtype for node in training.graph if node.op_type == "Gemm"}
     assert products == {CODES[dtype]}
     assert {value.dtype for value in training.graph.initializers.values()} == {CODES[torch.float32]}
-    expected = under_autocast(module, made, given[5:], dtype)
+    expected = losses_of(module, made, given[5:], autocast=dtype)
     for engine in ("torch", "onnxruntime"):
         options = {"compile": False} if engine == "torch" else {}
         losses = {}

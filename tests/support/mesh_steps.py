@@ -126,7 +126,7 @@ def run(name: str, options: dict[str, Any]) -> dict[str, Any]:
             "logits": found["logits"].tolist(),
             "state": {name: float(np.linalg.norm(array)) for name, array in engine.state().items()},
             "norms": {name: float(np.linalg.norm(array)) for name, array in gradients.items()},
-            "bytes": engine.held_bytes() if options else sum(array.nbytes for array in state.values()),
+            "bytes": sum((x.addressable_data(0) if options else x).nbytes for x in engine._state.values()),
         }
 
 

@@ -25,10 +25,21 @@ def train(path: str, options: dict[str, Any]) -> dict[str, Any]:
         losses = [float(engine.step(engine.group.part(batch))["loss"]) for batch in data]
         evaluated = float(engine.evaluate(engine.group.part(data[0]))["loss"])
         gradients = engine.gradients(engine.group.part(data[0]))
-        held, blocks = (sum(x.nbytes for x in engine.held_tensors()), engine.blocks) if "engine" in options else (0, 0)
+        held, blocks = (held_bytes(engine), len(engine._forward.blocks())) if "engine" in options else (0, 0)
         held = max(engine.group.gather(held))
         norms = {name: float(np.linalg.norm(array)) for name, array in gradients.items()}
         return {"losses": losses, "evaluated": evaluated, "norms": norms, "bytes": held, "blocks": blocks}
+
+
+def held_bytes(engine: Any) -> int:
+    """Bytes of the state on this process, and of the copies of parameters that only its forward pass reads."""
+    tensors, forward = [engine._local(name) for name in engine._carried], engine._forward
+    if hasattr(engine, "_owner"):  # a pipeline
+        tensors += [engine._copy(name) for name in forward.places if engine._owner(name) != engine.group.rank]
+    if hasattr(engine, "_fragments"):  # DeepSpeed
+        copies = map(forward.parameter, engine._fragments)
+        tensors += [x.ds_tensor if engine._stage == 3 else x.detach() for x in copies]
+    return sum(x.nbytes for x in tensors)
 
 
 def main(job: dict[str, Any]) -> None:

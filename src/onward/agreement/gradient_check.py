@@ -120,7 +120,10 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     for value in (target, *(by_name[name] for name in names)):
         if value.dtype not in FLOATS:
             dtype = value.dtype.name.lower() if value.dtype is not None else "of an unknown type"
-            raise UnsupportedError(f"`{value.name}` is {dtype}: only floating-point values have derivatives")
+            raise UnsupportedError(
+                f"`{value.name}` is {dtype}: only floating-point values have derivatives",
+                hint="choose a floating-point value",
+            )
     _, read = ancestors([target])
     if independent := [name for name in names if by_name[name] not in read]:
         listed = ", ".join(f"`{name}`" for name in independent)

@@ -69,12 +69,7 @@ def candidate_inputs(model: Model, given: Mapping[str, np.ndarray], seed: int) -
     for positive in (False, True):
         for size in _SIZES:
             rng = generator(seed)
-            yield {
-                value.name or "": _random(
-                    value, _shape(value, sizes, size), limits.get(value.name or ""), positive, rng
-                )
-                for value in missing
-            }
+            yield {v.name or "": _random(v, _shape(v, sizes, size), limits, positive, rng) for v in missing}
             if all(_shape(value, sizes, 0) == _shape(value, sizes, 1) for value in missing):
                 break
 
@@ -92,7 +87,9 @@ def _fitting(value: ir.Value, array: np.ndarray) -> np.ndarray:
     if array.size and dtype.kind in "iu" and array.dtype.kind in "iu":
         limits = np.iinfo(dtype)
         if array.min() < limits.min or array.max() > limits.max:
-            raise InvalidModelError(f"{expected}: values range from {array.min()} to {array.max()}")
+            raise InvalidModelError(
+                f"{expected}: values range from {array.min()} to {array.max()}", hint="pass smaller values"
+            )
     return array.astype(dtype)
 
 
@@ -116,16 +113,16 @@ def _shape(value: ir.Value, sizes: Mapping[str, int], otherwise: int) -> tuple[i
 
 
 def _random(
-    value: ir.Value, shape: tuple[int, ...], limit: int | None, positive: bool, rng: np.random.Generator
+    value: ir.Value, shape: tuple[int, ...], limits: Mapping[str, int], positive: bool, rng: np.random.Generator
 ) -> np.ndarray:
-    """Return normal floats, or floats between 0.1 and 0.9 if `positive`, or integers below a limit."""
+    """Return normal floats, or floats between 0.1 and 0.9 if `positive`, or integers below the limit."""
     assert value.dtype is not None
     if value.dtype in FLOATS:
         return rng.uniform(0.1, 0.9, shape) if positive else rng.standard_normal(shape)
     if value.dtype == ir.DataType.BOOL:
         return rng.random(shape) < 0.5
     usual = 256 if value.dtype == ir.DataType.UINT8 else 2  # bytes are images: two values would show little
-    return rng.integers(0, limit or usual, shape).astype(value.dtype.numpy())
+    return rng.integers(0, limits.get(value.name or "") or usual, shape).astype(value.dtype.numpy())
 
 
 # ---- where integers go -----------------------------------------------------------------------------------------------

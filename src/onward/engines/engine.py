@@ -129,8 +129,8 @@ class Engine(ABC):
             assert tensor is not None
             if not is_held(tensor.dtype):
                 raise UnsupportedError(
-                    f"{holder} holds no state of the type {str(tensor.dtype).lower()}, which `{name}` has",
-                    hint='take another engine: `engine="numpy"` (`--engine numpy`)',
+                    f"{holder} cannot hold `{name}`, a state of type {str(tensor.dtype).lower()}",
+                    hint='use `engine="numpy"` (`--engine numpy`)',
                 )
 
     def _fitting(self, batch: Arrays | Sequence[Arrays], names: Collection[str]) -> dict[str, Any]:
@@ -260,7 +260,10 @@ def _raise_misfits(subject: str, misfits: Iterable[str | None]) -> None:
 def _as_batches(batch: Any) -> Sequence[Arrays]:
     if isinstance(batch, list | tuple) and all(isinstance(arrays, Mapping) for arrays in batch):
         return batch
-    raise DataError(f"the batch is {type(batch).__name__}, not arrays by name", hint="give a dict: input -> array")
+    raise DataError(
+        f"the batch is {type(batch).__name__}, not arrays by name",
+        hint='pass a dict: `{"image": images, "labels": labels}`',
+    )
 
 
 def _input_misfit(declared: ir.Value, value: Any, takes_tensors: bool) -> str | None:
@@ -283,7 +286,7 @@ def misfit(
 ) -> str | None:
     """Return an error text if an array does not have this type and shape, else None."""
     if not isinstance(array, np.ndarray) and not (takes_tensors and hasattr(array, "__dlpack__")):
-        return f"`{name}` is {type(array).__name__}, not an array in the memory of the CPU"
+        return f"`{name}` is {type(array).__name__}, not an array in CPU memory"
     expected = dtype.numpy() if dtype is not None else None
     if (
         expected is not None

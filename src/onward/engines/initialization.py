@@ -104,7 +104,7 @@ def _initial(model: Model, index: int) -> dict[str, ir.TensorProtocol]:
     graph = initialization.graph
     if graph.inputs:
         names = list_names([value.name or "" for value in graph.inputs], 5)
-        raise InvalidModelError(f"the initialization has inputs, which nothing feeds: {names}")
+        raise InvalidModelError(f"the initialization has inputs, which nothing feeds: {names}", hint="remove them")
     stored = {value.name or "": tensor for value in graph.outputs if (tensor := stored_tensor(value)) is not None}
     keep_only(initialization, [value for value in graph.outputs if value.name not in stored])
     arrays = function(initialization)({}) if graph.outputs else {}
@@ -147,8 +147,7 @@ def _drawing(model: Model, step: Step) -> list[ir.Node]:
     inner = [node for node in graph.all_nodes() if _draws(node) or node.op_identifier() in functions]
     if hidden := [node for node in inner if node not in direct]:
         raise UnsupportedError(
-            f"the node `{hidden[0].name or hidden[0].op_type}` of the initialization may draw random numbers more "
-            "than once",
+            f"`{hidden[0].name or hidden[0].op_type}` of the initialization may draw random numbers more than once",
             hint="inline functions first (`onward inline MODEL`); a seed within a loop is not changed",
         )
     return direct

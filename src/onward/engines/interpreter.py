@@ -75,7 +75,7 @@ class Interpreter:
                 results = call.function(*placed)
         except NotOnHost as error:
             raise UnsupportedError(
-                f"{call.described} needs a value, but a step that is being compiled has only shapes",
+                f"{call.described} needs a value, but compiling knows only shapes",
                 hint="run without compiling: `compile=False` (`--no-compile`)",
             ) from error
         except Error:

@@ -134,10 +134,6 @@ class OnMesh(Interpreted):
         devices = len(jax.devices(device)) if device in Jax.devices() else 1  # `Jax` refuses a missing device
         return JaxOnMesh(MeshLayout(single.model, single.index, mesh, devices, rules), **options)
 
-    def held_bytes(self) -> int:
-        """Return the bytes of parameters and other state on one device."""
-        return sum(tensor.addressable_data(0).nbytes for tensor in self._state.values())
-
     def evaluate(self, batch: Arrays) -> dict[str, np.ndarray]:
         """Return metrics, and the output rows of this process's samples."""
         results = super().evaluate(batch)

@@ -200,10 +200,6 @@ class TorchDeepSpeed(TorchParallel):
             if parameter.numel() == whole.numel():
                 parameter.copy_(whole)
 
-    def held_tensors(self) -> list[torch.Tensor]:
-        computed = [self._forward.parameter(name) for name in self._fragments]
-        return super().held_tensors() + [x.ds_tensor if self._stage == 3 else x.detach() for x in computed]
-
     def close(self) -> None:
         super().close()
         self._deepspeed.destroy()

@@ -364,15 +364,6 @@ class TorchParallel(Engine):
         for name, value in self._fitting_state(state).items():
             self._local(name).copy_(self._own(name, np.asarray(value)))
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks, which FSDP gathers one at a time."""
-        return len(self._forward.blocks())
-
-    def held_tensors(self) -> list[torch.Tensor]:
-        """Return this process's shards of parameters and other state."""
-        return [self._local(name) for name in self._carried]
-
     def close(self) -> None:
         self._state = {}
 

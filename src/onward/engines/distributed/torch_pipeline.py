@@ -109,10 +109,6 @@ class TorchPipeline(TorchParallel):
         dist.broadcast(whole, owner)
         return whole
 
-    def held_tensors(self) -> list[torch.Tensor]:
-        copies = [name for name in self._forward.places if self._owner(name) != self.group.rank]
-        return [*super().held_tensors(), *map(self._copy, copies)]
-
     # ---- a step ------------------------------------------------------------------------------------------------------
 
     def _samples(self, batch: Any, inputs: Any) -> dict[str, Any]:

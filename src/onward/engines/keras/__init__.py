@@ -134,7 +134,7 @@ class Keras(Framework):
             raise UnknownNameError(f"Keras has no device `{device}` here", hint="it has cpu")
         if (backend := keras.backend.backend()) != "tensorflow":
             raise UnsupportedError(
-                f"on {backend} Keras lacks types of training models: those of 64 bits on JAX, uint32 on PyTorch",
+                f"Keras on {backend} lacks 64-bit types (on JAX) or uint32 (on PyTorch)",
                 hint="set KERAS_BACKEND=tensorflow, or use the engine `jax` or `torch`",
             )
 

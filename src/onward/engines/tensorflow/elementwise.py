@@ -162,12 +162,10 @@ operators(CastLike=lambda x, like: tf.cast(x, like.dtype))
 
 @operators.define("BitCast")
 def bit_cast(x, *, to):
-    dtype = dtype_of(to)
-    return on_host("BitCast")(x, to=to) if dtype is None else _same_bits(x, dtype)
-
-
-def _same_bits(x, dtype):
     """Cast bits. TensorFlow does not take bool, whose bytes are 0 and 1."""
+    dtype = dtype_of(to)
+    if dtype is None:
+        return on_host("BitCast")(x, to=to)
     if x.dtype == tf.bool:
         return tf.bitcast(tf.cast(x, tf.uint8), dtype)
     return tf.cast(tf.bitcast(x, tf.uint8), tf.bool) if dtype == tf.bool else tf.bitcast(x, dtype)

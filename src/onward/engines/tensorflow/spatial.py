@@ -66,18 +66,14 @@ def _convolve(x, w, group, strides, dilations):
     if group == 1:
         y = tf.nn.convolution(x, w, strides, "VALID", _LAYOUTS[x.shape.rank], dilations)
     elif group == channels and len(strides) == 2 and strides[0] == strides[1]:
-        y = tf.nn.depthwise_conv2d(x, _depthwise(w, channels), [1, *strides, 1], "VALID")
+        depthwise = tf.reshape(w, [*w.shape[:-2], channels, -1])  # from [..., 1, channels * multiplier]
+        y = tf.nn.depthwise_conv2d(x, depthwise, [1, *strides, 1], "VALID")
     else:
         groups = zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
         y = tf.concat(
             [tf.nn.convolution(image, kernel, strides, "VALID", _LAYOUTS[x.shape.rank]) for image, kernel in groups], -1
         )
     return y[:, 0] if rank == 1 else y
-
-
-def _depthwise(w, channels):
-    """Reshape [..., 1, channels * multiplier] to [..., channels, multiplier]."""
-    return tf.reshape(w, [*w.shape[:-2], channels, -1])
 
 
 def _with_gaps(w, dilations):
