@@ -59,7 +59,10 @@ def set_(
         missing = "argument `MODEL`" if model is None else "a setting"
         raise Misuse(f"missing {missing}", "for example `onward set training.onnx group0/lr=3e-4`, or use `--list`")
     texts = pairs(settings or [], "group0/lr=3e-4", NUMBERS)
-    shapes = {name: _sizes(text) for name, text in pairs(shape or [], "--shape image=N,3,224,224", NUMBERS).items()}
+    shapes: dict[str, list[int | str]] = {
+        name: [int(size) if size.isdecimal() else size.strip() for size in text.split(",")]
+        for name, text in pairs(shape or [], "--shape image=N,3,224,224", NUMBERS).items()
+    }
     if listed and (texts or shapes):
         raise Misuse("`--list` sets nothing", "leave it out, or the settings")
     destination = Target(model, model) if output is None else target(model, output, "changed", force=force)
@@ -85,10 +88,6 @@ def set_(
         return
     print_rows([[c["name"], f"{word(c['old'])} -> {word(c['new'])}"] for c in changes])
     remark(f"wrote {destination.describe()}")
-
-
-def _sizes(text: str) -> list[int | str]:
-    return [int(size) if size.isdecimal() else size.strip() for size in text.split(",")]
 
 
 def _change(source: Model, name: str, text: str, step: int) -> dict[str, Any]:

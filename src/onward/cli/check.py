@@ -65,8 +65,12 @@ def check(
         listed = [finding.to_json() for finding in findings]
         print_json({"file": str(model), "passed": passed, "counts": counts, "findings": listed})
     else:
+        from onward.inspect.formatting import quantity
+
         _print_findings(findings)
-        _print_verdict(model, counts, passed)
+        nouns = zip(("error", "warning", "remark"), counts.values(), strict=True)
+        verdict = ", ".join(quantity(number, noun) for noun, number in nouns if number) or "no findings"
+        say(f"{model}: {verdict}", style="bold green" if passed else "bold red")
     if not passed:
         raise typer.Exit(FAILED)
 
@@ -83,16 +87,6 @@ def _print_findings(findings: Sequence[Finding]) -> None:
             for text, style in [*lines, *([(f"hint: {finding.hint}", "cyan")] if finding.hint else [])]:
                 print_rows([["       ", text]], styles=("", style))
         say()
-
-
-def _print_verdict(model: Path, counts: dict[str, int], passed: bool) -> None:
-    from onward.inspect.formatting import quantity
-
-    counted = [
-        quantity(number, noun) for noun, number in zip(("error", "warning", "remark"), counts.values(), strict=True)
-    ]
-    findings = ", ".join(text for text, number in zip(counted, counts.values(), strict=True) if number)
-    say(f"{model}: {findings or 'no findings'}", style="bold green" if passed else "bold red")
 
 
 def _print_codes(as_json: bool) -> None:

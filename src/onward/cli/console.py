@@ -36,7 +36,7 @@ def _lines(command: Any, context: Any) -> Iterator[str]:
     options = [parameter for parameter in parameters if parameter.param_type_name == "option"]
     commands = getattr(command, "commands", {})
     yield from _wrap(summary)
-    yield from ("", f"{_heading('Usage:')} {context.command_path} {usage_of(command, parameters)}")
+    yield from ("", f"{_styled('Usage:', bold=True)} {context.command_path} {usage_of(command, parameters)}")
     more = getattr(command, "more", None)
     for paragraph in [*paragraphs, *([more()] if more else [])]:
         yield from ("", *_wrap(paragraph))
@@ -78,12 +78,13 @@ def _section(heading: str, rows: list[tuple[str, str]]) -> Iterator[str]:
     """Yield a heading and its rows: the name, and the text beside it, or below a long name."""
     if not rows:
         return
-    yield from ("", _heading(f"{heading}:"))
+    yield from ("", _styled(f"{heading}:", bold=True))
     column = min(max(len(name) for name, _ in rows), _COLUMN)
     for name, text in rows:
         lines = _wrap(text or "", column + 4)
         fits = len(name) <= column
-        yield f"  {_name(name)}{' ' * (column - len(name))}  {lines.pop(0)}" if fits else f"  {_name(name)}"
+        styled = f"  {_styled(name, fg='cyan')}"
+        yield f"{styled}{' ' * (column - len(name))}  {lines.pop(0)}" if fits else styled
         yield from (" " * (column + 4) + line for line in lines)
 
 
@@ -92,12 +93,8 @@ def _wrap(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(" ".join(text.split()), max(width, 20), break_on_hyphens=False) or [""]
 
 
-def _heading(text: str) -> str:
-    return text if "NO_COLOR" in os.environ else typer.style(text, bold=True)
-
-
-def _name(text: str) -> str:
-    return text if "NO_COLOR" in os.environ else typer.style(text, fg="cyan")
+def _styled(text: str, **style: Any) -> str:
+    return text if "NO_COLOR" in os.environ else typer.style(text, **style)
 
 
 class ClosedPipe(Exception):

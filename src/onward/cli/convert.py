@@ -94,7 +94,9 @@ def convert(
     it.
     """
     if not source.exists():
-        raise _missing(source)
+        siblings = [entry.name for entry in source.parent.iterdir()] if source.parent.is_dir() else []
+        hint = suggest(source.name, siblings) or "see `onward convert --help`"
+        raise InvalidModelError(f"the file `{source}` does not exist", hint=hint)
     settings = {**select_given(MissingOptions, stated), "module": module}
     flags = [f"--{name.replace('_', '-')}" for name, v in {**settings, "inputs": inputs}.items() if v is not None]
     flags += ["--no-probe"] * no_probe + ["--dry-run"] * dry_run
@@ -114,13 +116,6 @@ def convert(
         written = [_refill(source, output, like, data, force)]
     if as_json and not dry_run:
         print_json([str(path) for path in written])
-
-
-def _missing(source: Path) -> InvalidModelError:
-    siblings = [entry.name for entry in source.parent.iterdir()] if source.parent.is_dir() else []
-    return InvalidModelError(
-        f"the file `{source}` does not exist", hint=suggest(source.name, siblings) or "see `onward convert --help`"
-    )
 
 
 # ---- export----------------------------------------------------------------------------------------------------------

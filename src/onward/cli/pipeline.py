@@ -108,11 +108,7 @@ def _check_together(
 def _make(source: str, model: Path | None, data: list[str] | None, mapping: dict[str, str] | None) -> Model:
     import onward
 
-    return onward.pipelines.make(source, str(model) if model else None, data=_one_or_all(data), columns=mapping)
-
-
-def _one_or_all(data: list[str] | None) -> str | list[str] | None:
-    return data[0] if data and len(data) == 1 else data
+    return onward.pipelines.make(source, str(model) if model else None, data=data, columns=mapping)
 
 
 def _run(pipeline: Model, data: list[str] | None, mapping: dict[str, str] | None, output: Path, as_json: bool) -> None:
@@ -120,7 +116,7 @@ def _run(pipeline: Model, data: list[str] | None, mapping: dict[str, str] | None
 
     import onward
 
-    arrays = onward.pipelines.run(pipeline, _one_or_all(data), columns=mapping)
+    arrays = onward.pipelines.run(pipeline, data, columns=mapping)
     np.savez(output, allow_pickle=False, **arrays)
     if as_json:
         shapes = {name: {"type": str(a.dtype), "shape": list(a.shape)} for name, a in arrays.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ from onward.engines.distributed import Portion
 from onward.errors import DataError, UnsupportedError, list_names
 from onward.model import Model
 from onward.options import Last
-from onward.recipe.metrics import OF_LOSS, Labels, Measures, Metric, labels_of, objectives
+from onward.recipe.metrics import OF_LOSS, Labels, Measures, labels_of, objectives
 from onward.recipe.quantize import calibrate, has_ranges, needs_calibration
 from onward.training.config import Config
 from onward.training.data import (
@@ -206,7 +205,9 @@ def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Mea
     metrics = measures.make()
     total, count = 0.0, 0
     for whole, samples in batches:
-        batch = _padded_with_last(whole, samples)
+        batch = whole
+        if samples < samples_in(whole):  # padding becomes copies of the last sample that counts
+            batch = {name: array[np.minimum(np.arange(len(array)), samples - 1)] for name, array in whole.items()}
         results = engine.evaluate(batch)
         if engine.loss not in results:
             raise UnsupportedError(
@@ -222,19 +223,14 @@ def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Mea
                 predictions = np.moveaxis(predictions, measures.axis, 1)
             metric.add(predictions, measures.countable(batch[measures.target][:samples]))
     for name, metric in metrics.items():
-        metrics[name] = functools.reduce(_merge, engine.group.gather(metric))
+        metrics[name], *others = engine.group.gather(metric)
+        for other in others:
+            metrics[name].merge(other)
     loss = total / count if count else math.nan
     values = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
     if OF_LOSS in measures.names:
         values[OF_LOSS] = math.exp(loss) if loss < 700 else math.inf  # exp overflows at 709
     return {name: values[name] for name in ("loss", *measures.names)}
-
-
-def _padded_with_last(batch: Batch, samples: int) -> Batch:
-    """Return the batch with the samples that do not count replaced by copies of the last one."""
-    if samples == samples_in(batch):
-        return batch
-    return {name: array[np.minimum(np.arange(len(array)), samples - 1)] for name, array in batch.items()}
 
 
 def _sum_of_losses(engine: Engine, batch: Batch, samples: int, mean: float) -> float:
@@ -247,11 +243,6 @@ def _sum_of_losses(engine: Engine, batch: Batch, samples: int, mean: float) -> f
         return mean * samples
     copies = {name: array[np.full(size, samples - 1)] for name, array in batch.items()}
     return mean * size - float(engine.evaluate(copies)[engine.loss]) * (size - samples)
-
-
-def _merge(metric: Metric, other: Metric) -> Metric:
-    metric.merge(other)
-    return metric
 
 
 def samples_in(batch: Batch) -> int:

@@ -256,14 +256,14 @@ class Loop:
                 getattr(callback, hook)(self.status)
             except Exception as error:
                 if callback in self._user_callbacks:
-                    raise self._blame(callback, hook, error) from error
+                    fact = f"the callback `{type(callback).__name__}` failed in `{hook}`, after step {self.at.step:,}"
+                    resumption = f"`onward.resume({str(self.run.path)!r}, callbacks=...)`"
+                    raise TrainingError(
+                        f"{fact}: {type(error).__name__}: {message_of(error)}",
+                        hint=f"fix it, then {resumption if self._is_resumable else 'start again'}",
+                    ) from error
                 with self._writing():
                     raise
-
-    def _blame(self, callback: Callback, hook: str, error: Exception) -> TrainingError:
-        fact = f"the callback `{type(callback).__name__}` failed in `{hook}`, after step {self.at.step:,}"
-        command = f"`onward.resume({str(self.run.path)!r}, callbacks=...)`" if self._is_resumable else "start again"
-        return TrainingError(f"{fact}: {type(error).__name__}: {message_of(error)}", hint=f"fix it, then {command}")
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

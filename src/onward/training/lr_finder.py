@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from onward.options import FeedOptions, ModelAndData, RecipeOptions, with_option
 from onward.recipe.optimizers.updates import configure
 from onward.recipe.spec import Spec, parse
 from onward.training.config import Config
-from onward.training.data import Batch, Batches, in_parts
+from onward.training.data import in_parts
 from onward.training.feed import open_feed
 from onward.training.preparation import prepare_training
 
@@ -71,7 +70,9 @@ def find_lr(lowest: float = 1e-6, highest: float = 1.0, updates: int = 100, **ar
     original = load(config.model)
     if original.is_training_model:
         raise RecipeError("the model is a training model", hint="pass the model without training, and a recipe")
-    rate = _rate(recipe.get("optimizer", "adamw"))
+    rate = configure(parse(recipe.get("optimizer", "adamw"))).values["lr"]
+    if rate <= 0:
+        raise RecipeError(f"a learning rate of {rate:g} cannot rise", hint="leave it out")
     growth = (highest / lowest) ** (1 / (updates - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
     data, size = in_parts(config.data).data, arguments.get("batch_size")
@@ -82,8 +83,8 @@ def find_lr(lowest: float = 1e-6, highest: float = 1.0, updates: int = 100, **ar
         prepared.model.set(f"{group['group']}/lr", group["hyper"]["lr"] / rate * lowest)
     losses: list[float] = []
     with config.start_engine(prepared.model) as running:
-        smoothed = 0.0
-        for batch in itertools.islice(_endless(open_feed(running, config, prepared.data).training), updates):
+        smoothed, epochs = 0.0, map(open_feed(running, config, prepared.data).training.epoch, itertools.count())
+        for batch in itertools.islice(itertools.chain.from_iterable(epochs), updates):
             loss = float(running.step(batch)[running.loss])
             smoothed = _MEMORY * smoothed + (1 - _MEMORY) * loss
             average = smoothed / (1 - _MEMORY ** (len(losses) + 1))
@@ -91,27 +92,10 @@ def find_lr(lowest: float = 1e-6, highest: float = 1.0, updates: int = 100, **ar
                 break
             losses.append(average)
     rates = [lowest * growth**step for step in range(len(losses))]
-    return Rates(_suggest(rates, losses), tuple(rates), tuple(losses))
-
-
-def _rate(optimizer: str | Mapping[str, Any] | Spec) -> float:
-    """Return the learning rate of an optimizer."""
-    rate = configure(parse(optimizer)).values["lr"]
-    if rate <= 0:
-        raise RecipeError(f"a learning rate of {rate:g} cannot rise", hint="leave it out")
-    return rate
-
-
-def _endless(batches: Batches) -> Iterator[Batch]:
-    for epoch in itertools.count():
-        yield from batches.epoch(epoch)
-
-
-def _suggest(rates: Sequence[float], losses: Sequence[float]) -> float:
-    """Return a tenth of the rate with the lowest loss: above it the loss rises, and runs are longer."""
     least = int(np.argmin(losses)) if losses else 0
     if least == 0:
         raise RecipeError(
             "the loss does not fall at any learning rate", hint="lower `lowest`, or check the data and the loss"
         )
-    return rates[least] / 10
+    suggested = rates[least] / 10  # just above the minimum the loss rises, and real runs are longer
+    return Rates(suggested, tuple(rates), tuple(losses))

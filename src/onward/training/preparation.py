@@ -273,7 +273,10 @@ def with_data(
     candidates = {name: _shapes(inputs[name]) for name, pipeline in images.items() if pipeline.raw is None}
     first_problem: DataError | None = None
     for shapes in itertools.product(*candidates.values()):
-        float_inputs = {**inputs, **{name: _number(name, dims) for name, dims in zip(candidates, shapes, strict=True)}}
+        float_inputs = dict(inputs)
+        for name, dims in zip(candidates, shapes, strict=True):
+            shape = ir.Shape([None, *dims])
+            float_inputs[name] = ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
         try:
             bindings = match(columns, float_inputs, mapping)
         except DataError as problem:
@@ -319,11 +322,6 @@ def _shapes(value: ir.Value) -> list[tuple[int | None, ...]]:
     grey = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
     is_grey = form.is_picture and form.dims[form.channels] in (None, 1)
     return [form.dims, *([tuple(grey)] if is_grey else [])]
-
-
-def _number(name: str, dims: Sequence[int | None]) -> ir.Value:
-    """Return a float input."""
-    return ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([None, *dims]))
 
 
 def _raw(binding: Binding, columns: Mapping[str, Column], dims: Sequence[int | None]) -> Raw:

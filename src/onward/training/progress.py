@@ -46,7 +46,11 @@ class Progress(Callback):
         self._epoch, self._epoch_start = epoch, done - batch
         self._samples, self._loss, self._weight = 0, 0.0, 0.0
         self._metrics: dict[str, float] = {}
-        self._console = None if quiet else console or _on_stderr()
+        if not quiet and console is None:
+            from rich.console import Console
+
+            console = Console(stderr=True)
+        self._console = None if quiet else console
         self._bar = _bar(self._console) if self._console and self._console.is_terminal else None
         self._started = self._epoch_started = time.perf_counter()
         self._due = self._started + (_REDRAW if self._bar else math.inf if quiet else _LINE)
@@ -104,11 +108,12 @@ class Progress(Callback):
         left = (self._epochs - self._epoch) * self._steps_per_epoch if self._steps_per_epoch else None
         total = None if left is None else self._epoch_start + left
         epoch = f"epoch {min(self._epoch + 1, self._epochs)}/{self._epochs}"
-        facts = [f"loss {self._average()}"]
+        facts = [f"loss {short(self._loss / self._weight) if self._weight else '-'}"]
         facts += [f"{name} {short(value)}" for name, value in list(self._metrics.items())[:2] if name != "loss"]
         facts += [f"{self._rate:,.0f} samples/s"]
-        if total:
-            facts.append(f"{duration(self._left(total, now))} left")
+        if total:  # validation and saving included
+            seconds = (now - self._started) / max(self._steps - self._first, 1) * max(total - self._steps, 0)
+            facts.append(f"{duration(seconds)} left")
         if self._bar:
             self._due = now + _REDRAW
             self._bar.update(self._bar.task_ids[0], completed=self._steps, total=total, description=epoch)
@@ -124,20 +129,6 @@ class Progress(Callback):
         rate = (self._samples - self._rate_samples) / (now - self._rate_at)
         self._rate = (self._rate + rate) / 2 if self._rate else rate
         self._rate_at, self._rate_samples = now, self._samples
-
-    def _left(self, total: int, now: float) -> float:
-        """Return the estimated seconds to the end, including validation and saving."""
-        steps = self._steps - self._first
-        return (now - self._started) / max(steps, 1) * max(total - self._steps, 0)
-
-    def _average(self) -> str:
-        return short(self._loss / self._weight) if self._weight else "-"
-
-
-def _on_stderr() -> Console:
-    from rich.console import Console
-
-    return Console(stderr=True)
 
 
 def _bar(console: Console) -> Bar:

@@ -21,7 +21,7 @@ from onward.engines.engine import StateShard
 from onward.errors import TrainingError, WriteError
 from onward.model import Model
 from onward.model.storage.checksums import Ranges
-from onward.model.storage.data import DividedTensor, Parts, Writers, write_parts
+from onward.model.storage.data import DividedTensor, Parts, write_parts
 from onward.model.storage.files import reason
 from onward.model.storage.tensor_sites import inside
 from onward.training.folder import Folder
@@ -72,7 +72,15 @@ class ShardedSaves:
         if not self._group.is_first:
             return BackgroundTask(lambda: _follow(self._group, large))
         model, snapshot = self._divided_model(gathered, large), dataclasses.replace(position)
-        return BackgroundTask(lambda: _lead(self._group, lambda others: self._folder.save(model, snapshot, others)))
+
+        def save() -> None:
+            others = _OtherProcesses(self._group)
+            try:
+                self._folder.save(model, snapshot, others)
+            finally:
+                others.release()
+
+        return BackgroundTask(save)
 
     def _divided_model(self, gathered: Sequence[Mapping[str, StateShard]], large: Parts) -> Model:
         def assemble(name: str, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
@@ -84,14 +92,6 @@ class ShardedSaves:
             return inside(tensor, whole.reshape(tensor.shape.numpy()))
 
         return self._engine.with_state(assemble)
-
-
-def _lead(group: ProcessGroup, save: Callable[[Writers], None]) -> None:
-    others = _OtherProcesses(group)
-    try:
-        save(others)
-    finally:
-        others.release()
 
 
 def _follow(group: ProcessGroup, parts: Parts) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,13 @@ class Reader:
             row = rows[int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))]
             raise DataError(f"{origin} has no value in row {row:,}", hint="fill in a value, or remove the row")
         if name in self._decoders:
-            encoded = values.field("bytes").to_pylist()
-            return np.stack(
-                [self._decode(name, item, f"row {row:,} in {origin}") for row, item in zip(rows, encoded, strict=True)]
-            )
+            images = []
+            for row, encoded in zip(rows, values.field("bytes").to_pylist(), strict=True):
+                if encoded is None:
+                    message = f"row {row:,} in {origin} is a file name, not an image"
+                    raise DataError(message, hint="save the dataset with embedded images")
+                images.append(self._decoders[name](encoded, f"row {row:,} in {origin}"))
+            return np.stack(images)
         if column.dtype.hasobject:
             return np.array(values.to_pylist(), object)
         if column.dtype.kind == "U":
@@ -89,7 +93,7 @@ class Reader:
         if _is_image(first.type) and (encoded := first.field("bytes")[0].as_py()):
             self._decoders[name] = Decoder(images, encoded, origin)
             return self._decoders[name].column
-        if _is_text(first.type):
+        if pyarrow().types.is_string(first.type) or pyarrow().types.is_large_string(first.type):
             return Column(np.dtype(object))
         if not _is_numeric(first.type):
             return Column(np.dtype(str), remark=str(first.type))
@@ -97,11 +101,6 @@ class Reader:
             return Column(np.dtype(str), remark="no value in row 0")
         flat, shape = _flatten(first, origin)
         return Column(flat.dtype, shape, self._classes.get(name))
-
-    def _decode(self, name: str, encoded: bytes | None, origin: str) -> np.ndarray:
-        if encoded is None:
-            raise DataError(f"{origin} is a file name, not an image", hint="save the dataset with embedded images")
-        return self._decoders[name](encoded, origin)
 
 
 def _class_names(schema: Any) -> dict[str, tuple[str, ...]]:
@@ -169,11 +168,6 @@ def _is_numeric(arrow_type: Any) -> bool:
     return types.is_integer(arrow_type) or types.is_floating(arrow_type) or types.is_boolean(arrow_type)
 
 
-def _is_text(arrow_type: Any) -> bool:
-    types = pyarrow().types
-    return types.is_string(arrow_type) or types.is_large_string(arrow_type)
-
-
 def _is_image(arrow_type: Any) -> bool:
     """True if a column has the type that `datasets` gives to images."""
     return pyarrow().types.is_struct(arrow_type) and {field.name for field in arrow_type} == {"bytes", "path"}
@@ -217,7 +211,9 @@ class _Mapped(Dataset):
         self._views: dict[tuple[str, int], np.ndarray] = {}
 
     def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
-        self._check_size()
+        with suppress(OSError):  # the file was deleted; the open mapping can still be read
+            if self._path.stat().st_size < self._size:
+                raise DataError(f"{self._path} has shrunk since it was opened", hint=UNCHANGED)
         return gather(
             self._starts, indices, lambda number, rows: {name: self._rows(name, number, rows) for name in names}
         )
@@ -230,14 +226,6 @@ class _Mapped(Dataset):
         if (name, number) not in self._views:
             self._views[name, number] = self._reader.array(name, values, range(start, start + len(values)))
         return self._views[name, number][rows]
-
-    def _check_size(self) -> None:
-        try:
-            size = self._path.stat().st_size
-        except OSError:
-            return  # the file was deleted; the open mapping can still be read
-        if size < self._size:
-            raise DataError(f"{self._path} has shrunk since it was opened", hint=UNCHANGED)
 
 
 def _convert_once(path: Path, length: int, images: ImageFormat) -> Records:

@@ -103,7 +103,10 @@ def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
     thread.start()
     try:
         while True:
-            item = _get(ready)
+            try:
+                item = ready.get(timeout=1)  # some systems ignore Ctrl-C in a wait without timeout
+            except queue.Empty:
+                continue
             if item is _END:
                 return
             if isinstance(item, _Failure):
@@ -112,14 +115,6 @@ def prefetch(items: Iterable[T], depth: int) -> Iterator[T]:
     finally:
         is_over.set()
         thread.join(timeout=2)  # a blocked stream may stay: it is a daemon thread
-
-
-def _get(ready: queue.Queue[Any]) -> Any:
-    while True:
-        try:
-            return ready.get(timeout=1)  # some systems ignore Ctrl-C in a wait without timeout
-        except queue.Empty:
-            continue
 
 
 WINDOW = 512 << 20
@@ -220,7 +215,8 @@ class Batches:
         assert isinstance(self._data, Dataset)
         for number, rows in enumerate(self._orders(epoch, start), start):
             own_rows = rows[self._group.share(len(rows))]
-            batch = self._convert(self._data.take(own_rows, self._names), partial(_row, self._data, own_rows))
+            describe_row = partial(lambda data, rows, at: data.row(int(rows[at])), self._data, own_rows)
+            batch = self._convert(self._data.take(own_rows, self._names), describe_row)
             yield self._portion(batch, self._noise(epoch, number, len(rows)), len(rows))
 
     def _orders(self, epoch: int, start: int) -> Iterator[np.ndarray]:
@@ -336,10 +332,6 @@ class Batches:
 
 def _samples(batch: Batch) -> int:
     return max((len(array) for array in batch.values() if array.ndim), default=1)
-
-
-def _row(data: Dataset, rows: np.ndarray, at: int) -> str:
-    return data.row(int(rows[at]))
 
 
 def _few(classes: tuple[str, ...] | None) -> str:

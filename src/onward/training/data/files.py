@@ -269,24 +269,21 @@ class Records(Dataset):
 
     def _convert(self, names: Sequence[str]) -> np.ndarray | FileRows:
         record = np.dtype([(name, *field_of(self, name)) for name in names])
-        in_memory = hold_in_memory(record.itemsize * len(self), lambda: self._to_memory(names, record))
-        return self._to_file(names, record) if in_memory is None else in_memory
 
-    def _to_memory(self, names: Sequence[str], record: np.dtype) -> np.ndarray:
-        table = np.empty(len(self), record)
-        position = 0
-        for records in self._records(names, record):
-            table[position : position + len(records)] = records
-            position += len(records)
-        return table
+        def in_memory() -> np.ndarray:
+            table, position = np.empty(len(self), record), 0
+            for records in self._records(names, record):
+                table[position : position + len(records)] = records
+                position += len(records)
+            return table
 
-    def _to_file(self, names: Sequence[str], record: np.dtype) -> FileRows:
-        def fill(file: IO[bytes]) -> None:
+        def write(file: IO[bytes]) -> None:
             for records in self._records(names, record):
                 records.tofile(file)
 
-        copy = DataFile.temporary(fill, self.origin)
-        return FileRows(copy, 0, record, (len(self),))
+        if (table := hold_in_memory(record.itemsize * len(self), in_memory)) is not None:
+            return table
+        return FileRows(DataFile.temporary(write, self.origin), 0, record, (len(self),))
 
     def _records(self, names: Sequence[str], record: np.dtype) -> Iterator[np.ndarray]:
         count = 0

@@ -8,7 +8,7 @@ of all files; different times are mentioned.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,11 @@ _AT_ONCE = 8 << 20
 
 def identify(data: Dataset | Stream, names: Sequence[str], files: Sequence[Path] = ()) -> Facts:
     """Return the facts of these columns of data, which came from these files, if any."""
-    facts: dict[str, Any] = {"rows": None, "columns": {name: _describe(data.columns[name]) for name in names}}
+    facts: dict[str, Any] = {"rows": None, "columns": {}}
+    for name in names:
+        column = data.columns[name]
+        classes = f", {len(column.classes)} classes" if column.classes else ""
+        facts["columns"][name] = f"{Column(column.dtype, column.shape)}{classes}"
     if isinstance(data, Stream):
         return facts | {"batches": None if data.is_divided else data.batches_per_epoch}
     facts["rows"] = len(data)
@@ -90,11 +94,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _describe(column: Column) -> str:
-    classes = f", {len(column.classes)} classes" if column.classes else ""
-    return f"{Column(column.dtype, column.shape)}{classes}"
-
-
 def _rows_to_compare(data: Dataset, names: Sequence[str]) -> list[range]:
     rows, size = len(data), _bytes_of_row(data.columns, names)
     most = min(rows, max(_MOST // size, 1))
@@ -120,7 +119,8 @@ def _bytes_of_row(columns: Mapping[str, Column], names: Sequence[str]) -> int:
 
 def _checksums(data: Dataset, names: Sequence[str], stretches: Sequence[range]) -> dict[str, int]:
     checksums = dict.fromkeys(names, 0)
-    for chunk in _chunks(stretches, max(_AT_ONCE // _bytes_of_row(data.columns, names), 1)):
+    most = max(_AT_ONCE // _bytes_of_row(data.columns, names), 1)
+    for chunk in (stretch[at : at + most] for stretch in stretches for at in range(0, len(stretch), most)):
         try:
             batch = data.take(np.arange(chunk.start, chunk.stop), names)
         except (Error, OSError):  # training reports the error when it reads the row
@@ -128,12 +128,6 @@ def _checksums(data: Dataset, names: Sequence[str], stretches: Sequence[range]) 
         for name in names:
             checksums[name] = zlib.crc32(_bytes(batch[name]), checksums[name])
     return checksums
-
-
-def _chunks(stretches: Sequence[range], most: int) -> Iterator[range]:
-    for stretch in stretches:
-        for start in range(stretch.start, stretch.stop, most):
-            yield range(start, min(start + most, stretch.stop))
 
 
 def _bytes(values: np.ndarray) -> bytes | memoryview:

@@ -131,7 +131,9 @@ class Decoder:
             raise DataError(f"{origin} is {mode}, but the first image is {self._mode}", hint=_HINTS["mode"])
         image = image.convert(self._mode)
         if self._format.single is not None:
-            self._check_least(size, self._format.single, origin)
+            if any(length < least for length, least in zip(size, self._format.single.least, strict=True)):
+                message = f"{origin} is {_pixels(size)} pixels, too small for `{self._format.single}`"
+                raise DataError(message, hint="put a `resize` before it, or remove that image")
             return self._format.single(self._values(image))
         if self._format.size is None and size != self._size:
             pixels, first = map(_pixels, (size, self._size))
@@ -144,11 +146,6 @@ class Decoder:
     def _values(self, image: Any) -> np.ndarray:
         values = np.asarray(image).reshape(image.height, image.width, -1)
         return values if self._format.channels_last else np.ascontiguousarray(values.transpose(2, 0, 1))
-
-    def _check_least(self, size: tuple[int, int], single: Single, origin: str) -> None:
-        if any(length < least for length, least in zip(size, single.least, strict=True)):
-            hint = "put a `resize` before it, or remove that image"
-            raise DataError(f"{origin} is {_pixels(size)} pixels, too small for `{single}`", hint=hint)
 
 
 def _pixels(size: tuple[int, int]) -> str:
@@ -168,17 +165,12 @@ def _open(encoded: bytes, origin: str) -> Any:
     try:
         image = pillow.open(io.BytesIO(encoded))
         image.load()
-        return _turn_upright(image)
+        if image.getexif().get(_ORIENTATION, 1) != 1:  # rotated by a camera
+            return optional_package("PIL.ImageOps", "reading images").exif_transpose(image)
+        return image
     except Exception as error:  # Pillow raises many types for bad files
         text = f"{origin} is not a complete image: {first_line(error)}"
         raise DataError(text, hint="replace or remove it") from None
-
-
-def _turn_upright(image: Any) -> Any:
-    """Rotate the image by its EXIF orientation."""
-    if image.getexif().get(_ORIENTATION, 1) == 1:
-        return image
-    return optional_package("PIL.ImageOps", "reading images").exif_transpose(image)
 
 
 def _pillow() -> Any:

@@ -183,7 +183,10 @@ def _find(path: str | Path) -> list[Path]:
 def _open_files(paths: Sequence[Path], data_format: _Format, origin: str, only: str | None = None) -> Dataset:
     """Open files or folders of one format, one after the other."""
     for path in paths:
-        _check_there(path)
+        if not os.path.exists(path):  # unlike Path.exists, this never raises for a malformed path
+            raise DataError(f"`{path}` does not exist", hint="check the path; it is relative to the current folder")
+        if not path.is_dir() and not check_file(path):
+            raise DataError(f"{path} is empty")
     suffixes = sorted({"a folder" if path.is_dir() else path.suffix.lower() for path in paths})
     if len(suffixes) > 1:
         raise DataError(
@@ -195,13 +198,6 @@ def _open_files(paths: Sequence[Path], data_format: _Format, origin: str, only: 
         return open_parquet(paths, data_format.images, data_format.window)
     name = re.sub(r"[-_.]?\d+$", "", paths[0].stem) if len(paths) > 1 else None
     return concatenate([_open_path(path, data_format, only, name) for path in paths], origin)
-
-
-def _check_there(path: Path) -> None:
-    if not os.path.exists(path):  # unlike Path.exists, this never raises for a malformed path
-        raise DataError(f"`{path}` does not exist", hint="check the path; it is relative to the current folder")
-    if not path.is_dir() and not check_file(path):
-        raise DataError(f"{path} is empty")
 
 
 def _open_path(path: Path, data_format: _Format, only: str | None = None, name: str | None = None) -> Dataset:

@@ -156,8 +156,8 @@ def _fact(label: str, text: str) -> Markup:
 
 def _cards(history: History, summary: Summary | None) -> Markup:
     shown = [
-        tag("div", tag("dt", shorten(c.label, 40)), tag("dd", c.value), tag("dd", c.note, class_="note"), class_="card")
-        for c in cards(history, summary)
+        tag("div", tag("dt", shorten(label, 40)), tag("dd", value), tag("dd", note, class_="note"), class_="card")
+        for label, value, note in cards(history, summary)
     ]
     columns = len(shown) if len(shown) <= 7 else math.ceil(len(shown) / 2)
     return tag("dl", *shown, class_="cards", style=f"--columns: {columns}")

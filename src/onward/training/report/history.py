@@ -268,13 +268,6 @@ def _whole(value: Any) -> int | None:
 _RECIPE_ROWS = {"loss", "optimizer", "schedule", "clipping", "accumulate", "average", "loss scale"}
 
 
-@dataclass(frozen=True)
-class Card:
-    label: str
-    value: str
-    note: str
-
-
 def summary_of(folder: Path) -> tuple[Summary | None, str | None]:
     """Return the description of the training model, or a remark that it is missing or damaged."""
     path = folder / "training.onnx"
@@ -298,7 +291,8 @@ def best_step(history: History) -> int | None:
 # ---- cards -----------------------------------------------------------------------------------------------------------
 
 
-def cards(history: History, summary: Summary | None) -> Iterator[Card]:
+def cards(history: History, summary: Summary | None) -> Iterator[tuple[str, str, str]]:
+    """Yield labels, values and notes of the main results."""
     metrics = sorted((name for name, series in history.validation.items() if series), key=lambda name: name == "loss")
     for name in metrics[:3]:
         yield _result_card(
@@ -307,29 +301,29 @@ def cards(history: History, summary: Summary | None) -> Iterator[Card]:
     loss = history.train.get("loss")
     if loss and (late := _late(loss)) is not None:
         value, of = (history.epochs.values[-1], "epoch") if history.epochs else (late, "steps")
-        yield Card("training loss", short(value), f"mean of the last {of}; first {short(loss.values[0])}")
+        yield ("training loss", short(value), f"mean of the last {of}; first {short(loss.values[0])}")
     if history.step:
         epochs = history.epochs_at(history.step)
-        yield Card("steps", f"{history.step:,}", f"{epochs:.3g} epochs" if epochs is not None else "")
+        yield ("steps", f"{history.step:,}", f"{epochs:.3g} epochs" if epochs is not None else "")
     resumes = sum(event.name == "resume" for event in history.events)
     sittings = f"in {resumes + 1} sittings" if resumes else "in one go"
-    yield Card("time", duration(history.seconds), sittings)
+    yield ("time", duration(history.seconds), sittings)
     if history.speed:
         middle = statistics.median(history.speed.values)
-        yield Card("throughput", f"{middle:,.0f}" if middle >= 10 else short(middle), "samples per second, median")
+        yield ("throughput", f"{middle:,.0f}" if middle >= 10 else short(middle), "samples per second, median")
     if summary is not None and summary.parameters["trained"].tensors:
         trained = summary.parameters["trained"]
-        yield Card("parameters", f"{trained.numbers:,}", f"trained, in {quantity(trained.tensors, 'tensor')}")
+        yield ("parameters", f"{trained.numbers:,}", f"trained, in {quantity(trained.tensors, 'tensor')}")
     elif isinstance(number := history.start.get("parameters"), int):
-        yield Card("parameters", f"{number:,}", "trained")
+        yield ("parameters", f"{number:,}", "trained")
 
 
-def _result_card(label: str, series: Series, at: int | None) -> Card:
+def _result_card(label: str, series: Series, at: int | None) -> tuple[str, str, str]:
     best, last = series.at(at) if at is not None else None, series.values[-1]
     if best is None:
-        return Card(label, short(last), "at the end")
+        return (label, short(last), "at the end")
     note = f"best model, after step {at:,}"
-    return Card(label, short(best), note if best == last else f"{note}; last {short(last)}")
+    return (label, short(best), note if best == last else f"{note}; last {short(last)}")
 
 
 def _late(series: Series) -> float | None:
