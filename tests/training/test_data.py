@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from sklearn.datasets import load_digits
 
 from onward.errors import DataError
-from onward.training.data import Batches, Column, ImageFormat, Stream, match, open_data
+from onward.training.data import Batches, Column, Stream, match, open_data
 from onward.training.data import files as data_files
 from onward.training.data.views import Order
 
@@ -276,9 +276,6 @@ def test_images_become_what_the_model_takes(tmp_path: Path) -> None:
     grey = Image.fromarray(pixels).convert("L").resize((8, 10), Image.Resampling.BILINEAR)
     np.testing.assert_array_equal(resized.take(np.array([0]))["image"][0, :, :, 0], np.asarray(grey))
     assert "not scaled" in match(resized.columns, channels_last)["x"].note
-
-    scaled = open_data(tmp_path, images=ImageFormat(scaled=True))
-    np.testing.assert_allclose(scaled.take(np.array([0]))["image"][0, 2, 4, 3], 59 / 255, rtol=1e-6)
 
 
 class HubLike:

@@ -14,7 +14,7 @@ import numpy as np
 from onward.recipe.metrics import Measures
 from onward.training.config import Config
 from onward.training.folder import Folder
-from onward.training.log import Log, NoLog
+from onward.training.log import Log
 from onward.training.run import BEST, Position
 from onward.training.sharded_saves import BackgroundTask, ShardedSaves
 
@@ -116,19 +116,19 @@ class NotFiniteError(Exception):
 class LogCallback(Callback):
     """Writes the events of a run to its log."""
 
-    def __init__(self, log: Log | NoLog, config: Config, notes: Sequence[str] = ()):
-        self._log, self._config, self._notes, self._time = log, config, notes, time.time()
+    def __init__(self, config: Config, notes: Sequence[str] = ()):
+        self._config, self._notes, self._time = config, notes, time.time()
 
     def start(self, status: Status) -> None:
         if status.place.log:
-            self._log.write("save", step=status.step, best=False)  # the loaded file proves this save
+            status.log("save", step=status.step, best=False)  # the loaded file proves this save
             counts = {"epoch": status.epoch, "batch": status.place.batch, "steps_per_epoch": status.steps_per_epoch}
-            self._log.write("resume", step=status.step, time=time.time(), **counts)
+            status.log("resume", step=status.step, time=time.time(), **counts)
             self._write_notes(status)
             return
         config, engine = self._config, status.engine
         parameters = [state.value.const_value for state in engine.states() if state.role == "parameter"]
-        self._log.write(
+        status.log(
             "start",
             time=self._time,
             steps_per_epoch=status.steps_per_epoch,
@@ -146,23 +146,23 @@ class LogCallback(Callback):
 
     def step(self, status: Status) -> None:
         at, seconds = status.place, status.seconds
-        self._log.write("step", step=at.step, epoch=at.epoch, samples=at.samples, seconds=seconds, **status.metrics)
+        status.log("step", step=at.step, epoch=at.epoch, samples=at.samples, seconds=seconds, **status.metrics)
 
     def epoch(self, status: Status) -> None:
-        self._log.write("epoch", step=status.step, epoch=status.epoch, loss=status.loss)
+        status.log("epoch", step=status.step, epoch=status.epoch, loss=status.loss)
         self._write_results(status)
 
     def end(self, status: Status) -> None:
         loss = {} if math.isfinite(status.loss) or status.reason != "not_finite" else {"loss": status.loss}
-        self._log.write("end", step=status.step, reason=status.reason, seconds=status.seconds, **loss)
+        status.log("end", step=status.step, reason=status.reason, seconds=status.seconds, **loss)
 
     def _write_notes(self, status: Status) -> None:
         for note in self._notes:
-            self._log.write("note", step=status.step, text=note)
+            status.log("note", step=status.step, text=note)
 
     def _write_results(self, status: Status) -> None:
         if status.results:
-            self._log.write("validation", step=status.step, epoch=status.epoch, **status.results)
+            status.log("validation", step=status.step, epoch=status.epoch, **status.results)
 
 
 class StatisticsCallback(Callback):

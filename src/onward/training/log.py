@@ -37,13 +37,6 @@ them.
 """
 
 
-class NoLog:
-    """The log of a process other than the first, which does not write."""
-
-    def write(self, event: str, /, **values: Any) -> None:
-        """Do nothing: the first process writes."""
-
-
 class Log:
     """Writes or continues a log. Steps are flushed about once a second, other events at once."""
 

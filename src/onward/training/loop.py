@@ -37,7 +37,7 @@ from onward.training.config import PLACEHOLDER, Config
 from onward.training.data import Batch, Batches
 from onward.training.feed import Feed, evaluate, samples_in, using_averages
 from onward.training.folder import Folder
-from onward.training.log import Log, NoLog
+from onward.training.log import Log
 from onward.training.progress import Progress
 from onward.training.run import LOG, Position, Run
 
@@ -133,7 +133,8 @@ class Loop:
         config, at = self.config, self.at
         self.run.rewind(at)
         is_first = self.engine.group.is_first
-        log = stack.enter_context(Log(self.run.path / LOG)) if is_first else NoLog()
+        log = stack.enter_context(Log(self.run.path / LOG)) if is_first else None
+        write = log.write if log is not None else lambda event, /, **values: None  # the first process writes
         board = None
         if config.tensorboard and is_first:
             from onward.training.tensorboard import EventWriter
@@ -146,13 +147,11 @@ class Loop:
         self.engine.on_compile = progress.say
         if self.engine.group.size == self.engine.batches == 1:
             self.engine.rows = self.feed.training.rows
-        self.status = Status(
-            Run(self.run.path), self.engine, at, config.epochs, self._per_epoch, log.write, progress.say
-        )
-        self._saver.files = [file for file in (log, board) if isinstance(file, Log | Callback)]
+        self.status = Status(Run(self.run.path), self.engine, at, config.epochs, self._per_epoch, write, progress.say)
+        self._saver.files = [file for file in (log, board) if file is not None]
         self._user_callbacks = list(callbacks)
         self._callbacks: list[Callback] = [
-            LogCallback(log, config, [note for note in notes if self._is_new or note not in self.feed.notes]),
+            LogCallback(config, [note for note in notes if self._is_new or note not in self.feed.notes]),
             *([board] if board is not None else []),
             *([StatisticsCallback(board)] if config.statistics and not self.engine.is_sharded else []),
             BestModelCallback(self.run, self.measures, config.patience),

@@ -29,17 +29,12 @@ _CHANNELS = {mode: channels for channels, mode in _MODES.items()}
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """Format of decoded images. None means the format of the first image, which all must have."""
+    """Format of decoded images, uint8. None means the format of the first image, which all must have."""
 
     size: tuple[int, int] | None = None  # height, width; images are resized to it
     mode: str | None = None  # L (grayscale), RGB or RGBA; images are converted to it
     channels_last: bool = False  # height, width, channels; else channels, height, width
-    scaled: bool = False  # float32 from 0 to 1; else uint8 from 0 to 255
     single: Single | None = None  # operations for each image, to one size; then float32 from 0 to 255
-
-    def __post_init__(self) -> None:
-        if self.mode is not None and self.mode not in _CHANNELS:
-            raise DataError(f"cannot decode images to mode `{self.mode}`", hint="use L (grayscale), RGB or RGBA")
 
 
 def format_for(inputs: Mapping[str, Any], first: Mapping[str, Pipeline] | None = None) -> ImageFormat:
@@ -71,7 +66,7 @@ def _format_of(value: Any) -> ImageFormat | None:
 class ImageFolder(Dataset):
     """A folder of images, decoded when they are taken."""
 
-    def __init__(self, folder: Path, image_format: ImageFormat | None = None):
+    def __init__(self, folder: Path, image_format: ImageFormat):
         classes = [path.name for path in files_in(folder) if path.is_dir()]
         self._files: list[str] = []  # there may be millions
         labels: list[int] = []
@@ -84,7 +79,7 @@ class ImageFolder(Dataset):
         check_not_empty(len(self._files), str(folder))
         super().__init__({}, len(self._files), folder.name)
         self._labels = np.array(labels, np.int64)
-        self._decode = Decoder(image_format or ImageFormat(), _bytes(self._files[0]), self._files[0])
+        self._decode = Decoder(image_format, _bytes(self._files[0]), self._files[0])
         self.columns = {"image": self._decode.column, "label": Column(np.dtype(np.int64), classes=tuple(classes))}
 
     def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
@@ -119,7 +114,7 @@ class Decoder:
         self._mode = image_format.mode or _natural_mode(image, origin)
         channels = _CHANNELS[self._mode]
         shape = (*self._size, channels) if image_format.channels_last else (channels, *self._size)
-        self.column = Column(np.dtype(np.float32 if image_format.scaled else np.uint8), shape, is_costly=True)
+        self.column = Column(np.dtype(np.uint8), shape, is_costly=True)
         if image_format.single is not None:
             array = self(first, origin)
             self.column = Column(array.dtype, array.shape, limit=255.0, is_costly=True)
@@ -140,8 +135,7 @@ class Decoder:
             raise DataError(f"{origin} is {pixels} pixels, but the first image is {first}", hint=_HINTS["size"])
         if size != self._size:
             image = image.resize(self._size[::-1], _pillow().Resampling.BILINEAR)
-        values = self._values(image)
-        return values.astype(np.float32) / np.float32(255) if self._format.scaled else values
+        return self._values(image)
 
     def _values(self, image: Any) -> np.ndarray:
         values = np.asarray(image).reshape(image.height, image.width, -1)

@@ -16,7 +16,7 @@ from typing import Any
 from onward.inspect import Summary
 from onward.inspect.formatting import quantity, setting, shape, shorten, size
 from onward.training.report.charts import charts
-from onward.training.report.history import ENDS, Event, History, cards, facts
+from onward.training.report.history import ENDS, History, cards, facts
 
 
 class Markup(str):
@@ -50,7 +50,7 @@ def data(value: Any) -> Markup:
 
 
 _SCRIPTS = ("axes.js", "curves.js", "layers.js", "main.js")
-_MOST_ROWS, _MOST_LAYERS_AT_ONCE = 400, 12
+_MOST_ROWS, _MOST_LAYERS_AT_ONCE, _MOST_EVENTS = 400, 12, 60
 
 
 def document(history: History, config: dict[str, Any], summary: Summary | None, remarks: list[str]) -> str:
@@ -229,7 +229,10 @@ def _validation(history: History) -> Markup:
 
 
 def _events(history: History) -> Markup:
-    events = _most_telling(history.events)
+    others = [i for i, event in enumerate(history.events) if event.name != "save"][-_MOST_EVENTS:]
+    saves = [i for i, event in enumerate(history.events) if event.name == "save"]
+    shown = sorted([*others, *saves[-max(_MOST_EVENTS - len(others), 10) :]])  # saves repeat, others tell more
+    events = [history.events[i] for i in shown]
     rows: list[list[str | Markup]] = [
         [
             tag("span", "", class_=f"dot {event.name if event.name in _DOTS else ''}", aria_hidden="true"),
@@ -246,15 +249,6 @@ def _events(history: History) -> Markup:
 
 
 _DOTS = {"start", "save", "resume", *ENDS}
-
-
-def _most_telling(events: list[Event], most: int = 60) -> list[Event]:
-    """Return all events; of too many, the last ones other than saves, and the last saves."""
-    if len(events) <= most:
-        return events
-    others = [i for i, event in enumerate(events) if event.name != "save"][-most:]
-    saves = [i for i, event in enumerate(events) if event.name == "save"][-max(most - len(others), 10) :]
-    return [events[i] for i in sorted([*others, *saves])]
 
 
 def _parameters(summary: Summary) -> Markup:
