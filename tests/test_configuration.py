@@ -161,7 +161,7 @@ MISTAKES = {
     "shuffle: 1": ("`shuffle` is `1`, but must be `True` or `False`", "onward train --help"),
     "validation: 3": ("`validation` is 3, but must be positive and less than 1", ""),
     "seed: 2020-01-01": ("`seed` in `run.yaml` is not a string", "quotes"),
-    "epochs: 1\nepochs: 2": ("`epochs` is there twice", "epochs: 5"),
+    "epochs: 1\nepochs: 2": ("`epochs` is given twice", "epochs: 5"),
     "- 1": ("holds no mapping", "epochs: 5"),
     "a: b: c": ("is not valid YAML", "epochs: 5"),
     "\x00": ("is not valid YAML", "epochs: 5"),
@@ -215,7 +215,7 @@ def test_many_keys_take_a_moment(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\nb: 2\na: 3\n", "`a` is there twice"),
+        ("a: 1\nb: 2\na: 3\n", "`a` is given twice"),
         ("? [1]\n: 2\n", "a key is a list"),
         (f"{1 << 61}: 1\n", "giant number"),
         ("a: " + "1:" * 400_000 + "1\n", "too many digits"),

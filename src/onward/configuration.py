@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
                     None, None, "a key is a list, a mapping or a giant number", node.start_mark
                 )
             if key in keys:
-                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is there twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"`{key}` is given twice", node.start_mark)
             keys.add(key)
         return super().construct_mapping(node, deep)
 
@@ -52,9 +52,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the mapping in a .yaml or .toml file: strings, numbers, booleans, lists and mappings
-    of those.
-    """
+    """Return the mapping in a .yaml or .toml file, of strings, numbers, booleans, lists, mappings."""
     file = Path(path)
     try:
         regular(file)
@@ -62,9 +60,7 @@ def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
             data = stream.read(_LARGEST + 1)
     except OSError as error:
         raise DataError(f"cannot read `{file}`: {reason(error)}", hint="check the path") from error
-    _refuse_large(data, str(file))
-    settings = _parse_toml(data, file) if file.suffix == ".toml" else parse_yaml(data, str(file))
-    _refuse_deep(settings, str(file))
+    settings = _parse_toml(data, str(file)) if file.suffix == ".toml" else parse_yaml(data, str(file))
     for key, value in settings.items():
         if not isinstance(key, str) or not _is_plain(value):
             raise DataError(f"`{key}` in `{file}` is not a string, number or list", hint="write strings in quotes")
@@ -72,9 +68,7 @@ def read_configuration(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_yaml(data: bytes, of: str) -> dict[str, Any]:
-    """Return a mapping in YAML. References are refused, since a few lines of them make an endless
-    tree, as is deep nesting.
-    """
+    """Return a mapping in YAML. Deep nesting is refused, and references, which can make huge trees."""
     _refuse_large(data, of)
     depth = 0
     try:
@@ -103,21 +97,18 @@ def _refuse_large(data: bytes, of: str) -> None:
         raise DataError(f"`{of}` is larger than {_LARGEST >> 20} MiB, too large for a configuration", hint=_FORM)
 
 
-def _parse_toml(data: bytes, file: Path) -> dict[str, Any]:
+def _parse_toml(data: bytes, of: str) -> dict[str, Any]:
+    _refuse_large(data, of)
     try:
-        return tomllib.loads(data.decode())
+        tree = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise DataError(f"`{file}` is not valid TOML: {first_line(error)}", hint=_FORM) from error
-
-
-def _refuse_deep(tree: dict[str, Any], of: str) -> None:
-    """Refuse deep nesting, level by level. In TOML, dots in a key nest without brackets."""
-    level: list[Any] = [tree]
+        raise DataError(f"`{of}` is not valid TOML: {first_line(error)}", hint=_FORM) from error
+    level: list[Any] = [tree]  # not recursively: dots in a key nest without brackets, to any depth
     for _ in range(_DEEPEST + 1):
         inner = (list(node.values()) if isinstance(node, dict) else node for node in level)
         level = [item for items in inner for item in items if isinstance(item, dict | list)]
         if not level:
-            return
+            return tree
     raise DataError(f"`{of}` is nested deeper than {_DEEPEST} levels", hint="write it out")
 
 

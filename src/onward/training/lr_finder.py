@@ -75,7 +75,7 @@ def find_lr(lowest: float = 1e-6, highest: float = 1.0, updates: int = 100, **ar
         raise RecipeError(f"a learning rate of {rate:g} cannot rise", hint="leave it out")
     growth = (highest / lowest) ** (1 / (updates - 1))
     rising = {"schedule": Spec("exponential", {"gamma": growth}), "accumulate": 1}
-    data, size = in_parts(config.data).data, arguments.get("batch_size")
+    data, size = in_parts(config.data)[0], arguments.get("batch_size")
     seed = config.seed or 0
     prepared = prepare_training(original, data, config.columns, size, {**recipe, **rising}, seed, config.window)
     config = dataclasses.replace(config, data=data, batch_size=prepared.batch_size, seed=seed)

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +78,10 @@ def fit(
         return None
     stored = sources[0].shape if len(sources) == 1 else (len(sources),)
     shape = None
-    if expected.shape is not None and not _is_same(stored, expected.shape):
+    if expected.shape is not None and (
+        len(stored) != len(expected.shape)
+        or any(dim not in (None, size) for size, dim in zip(stored, expected.shape, strict=True))
+    ):
         shape = _reshape_to(stored, expected.shape)
         if shape is None:
             return None
@@ -129,10 +132,6 @@ def _as_bytes(texts: np.ndarray, length: int) -> np.ndarray:
     """Return text in UTF-8, truncated or padded with 0."""
     rows = [str(text).encode()[:length].ljust(length, b"\0") for text in texts]
     return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), length).copy()
-
-
-def _is_same(shape: tuple[int | None, ...], expected: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(expected) and all(b is None or a == b for a, b in zip(shape, expected, strict=True))
 
 
 def _reshape_to(shape: tuple[int | None, ...], expected: tuple[int | None, ...]) -> tuple[int, ...] | None:
@@ -329,18 +328,20 @@ class _Matcher:
         for stacked in [None, *fits]:
             others = {name: columns for name, columns in fits.items() if name != stacked}
             required = self._unstackable(stacked, free) if stacked is not None else ()
-            assignment = assign(others, required)
-            if assignment is None:
+            chosen = _match(others, required)
+            if chosen is None:
                 continue
-            solution = {name: others[name][column] for name, column in assignment.chosen.items()}
+            solution = {name: others[name][column] for name, column in chosen.items()}
             if stacked is not None:
-                used = set(assignment.chosen.values())
-                remaining = [name for name in free if name not in used]
+                remaining = [name for name in free if name not in chosen.values()]
                 binding = self._fit(stacked, *remaining) if len(remaining) > 1 else None
                 if binding is None:
                     continue
                 solution[stacked] = binding
-            yield from [solution] if assignment.is_only else [solution, solution]
+            # It is the only assignment if no input can do without its column.
+            without = ({**others, name: others[name].keys() - {column}} for name, column in chosen.items())
+            is_only = all(_match(choices, required) is None for choices in without)
+            yield from [solution] if is_only else [solution, solution]
 
     def _unstackable(self, name: str, free: list[str]) -> list[str]:
         """Return the columns that cannot be one number of an input."""
@@ -371,26 +372,8 @@ def _list_names(noun: str, names: Mapping[str, object]) -> str:
 # ---- one column for each input ---------------------------------------------------------------------------------------
 
 
-class Assignment(NamedTuple):
-    """A choice per taker. `is_only`: no other assignment exists."""
-
-    chosen: dict[str, str]
-    is_only: bool
-
-
-def assign(choices: Mapping[str, Iterable[str]], needed: Collection[str] = ()) -> Assignment | None:
-    """Return a choice per taker that uses all `needed` choices, or None.
-
-    It is the only assignment if no taker can do without its choice.
-    """
-    chosen = _match(choices, needed)
-    if chosen is None:
-        return None
-    others = ({**choices, taker: [o for o in choices[taker] if o != choice]} for taker, choice in chosen.items())
-    return Assignment(chosen, all(_match(other, needed) is None for other in others))
-
-
 def _match(choices: Mapping[str, Iterable[str]], needed: Collection[str]) -> dict[str, str] | None:
+    """Return a choice per taker that uses all `needed` choices, or None."""
     takers: dict[str, list[str]] = {choice: [] for choice in needed}
     for taker, options in choices.items():
         for choice in options:

@@ -251,25 +251,16 @@ _ROLES = {
 _NUMBERED = re.compile(r"([a-z]+)([-_.]?\d[\w.-]*)?")
 
 
-class Parted(NamedTuple):
-    """Training data and validation data."""
-
-    data: Any
-    validation: Any
-    notes: tuple[str, ...] = ()
-    """Notes for the user."""
-
-
 # ---- folders with training and validation data -----------------------------------------------------------------------
 # `train/` and `val/`, or `train.npz` and `val.npz`: such names are not classes. A part is a folder, or files whose
 # names begin with its name: `train-00001.parquet`.
 
 
-def in_parts(data: Any, validation: Any = None) -> Parted:
-    """Return training and validation data: the parts of a folder, unless `validation` is given."""
+def in_parts(data: Any, validation: Any = None) -> tuple[Any, Any, list[str]]:
+    """Return training data, validation data and notes: the parts of a folder, or the arguments."""
     parts = parts_of(Path(data)) if isinstance(data, str | Path) and data != "" else {}
     if not parts:
-        return Parted(data, validation)
+        return data, validation, []
     actions, validation_source = [f"trains on {_common_name(parts['training'])}"], validation
     if "validation" in parts and validation is None:
         validation_source = _source(parts["validation"])
@@ -278,7 +269,7 @@ def in_parts(data: Any, validation: Any = None) -> Parted:
         actions.append(f"ignores {_common_name(parts['validation'])}, since other validation data are given")
     if "test" in parts:
         actions.append(f"leaves {_common_name(parts['test'])} for an evaluation")
-    return Parted(_source(parts["training"]), validation_source, (f"{data}: {', '.join(actions)}",))
+    return _source(parts["training"]), validation_source, [f"{data}: {', '.join(actions)}"]
 
 
 def parts_of(folder: Path) -> dict[str, list[Path]]:
