@@ -89,7 +89,7 @@ def test_a_full_disk(training: onward.Model, rank: int, tmp_path: Path, monkeypa
     def fail(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(*((sharded_saves, "write_parts") if rank else ("onward.model.storage.data.write_part",)), fail)
+    monkeypatch.setattr(*((sharded_saves, "write_parts") if rank else ("onward.model.storage.data.write_range",)), fail)
     with pytest.raises(onward.Error, match="No space left"):
         run_together(2, monkeypatch, lambda group: begin(group, training, tmp_path, lambda engine: engine.state()))
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
