@@ -105,6 +105,6 @@ def test_the_backward_graph_is_lean():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(onward.Error, match="no value `logit`") as error:
+    with pytest.raises(onward.Error, match="unknown value `logit`") as error:
         onward.gradient(digits_mlp(), y="logit", xs=["image"])
     assert "logits" in error.value.hint

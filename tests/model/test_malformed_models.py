@@ -231,7 +231,7 @@ def test_a_node_that_no_rule_can_take(text: str) -> None:
     """Whether the node is to blame is for `onnx` to say, and for ONNX Runtime where the operator is its own."""
     imports = '"" : 21, "com.microsoft" : 1'
     proto = onnx.parser.parse_model(f"<ir_version: 10, opset_import: [{imports}]> g {text}")
-    with pytest.raises(InvalidModelError, match=f"cannot be differentiated, because .*{INVALID[text]}"):
+    with pytest.raises(InvalidModelError, match=f"cannot differentiate .*{INVALID[text]}"):
         onward.gradient(proto, "y", ["x"])
 
 

@@ -553,7 +553,7 @@ def refused(graph, y="y0", xs=("x",)):
 def test_blocked_layouts_are_refused():
     graph, _ = case("ReorderInput", {"x": normal(1, 16, 4, 4)}, domain="com.microsoft.nchwc")
     error = refused(graph)
-    assert "optimised this file for one kind of processor" in str(error) and "extended" in error.hint
+    assert "optimized by ONNX Runtime for one type of processor" in str(error) and "EXTENDED" in error.hint
 
 
 @pytest.mark.parametrize(

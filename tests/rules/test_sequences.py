@@ -637,6 +637,6 @@ g (seq(float[2]) s, float[3,2] xs, float[2] h0) => (float[2] y) {
 
 def test_refused():
     """Gradients of sequences that a body reads as a whole, where the operator could not carry them."""
-    with pytest.raises(UnsupportedError, match="reads the sequence") as caught:
+    with pytest.raises(UnsupportedError, match="captures the sequence") as caught:
         vjp(SCAN, "y", ["s"])
     assert "Loop" in caught.value.hint

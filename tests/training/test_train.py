@@ -179,7 +179,7 @@ def recurrent(inputs: str, result: str = "batch, 2") -> onnx.ModelProto:
         ("float[time, batch, 2] input, float[time, batch, 2] state", "`batch` is axis 1 of `input`, and rows are"),
         (
             "float[1, 2] input, float[2, 1, 2] state",
-            "axis 0 is 1 for `input` and 2 for `state`, so it is not the batch",
+            "axis 0 is 1 for `input` but 2 for `state`",
         ),
         ("float[B, 2] input, float[2, N, 2] state", "`state` takes 2 rows in every batch, and `input` any number"),
     ],

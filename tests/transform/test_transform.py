@@ -95,7 +95,7 @@ def test_rename_can_swap_and_refuses_clashes(training):
     )
     with pytest.raises(onward.Error, match="already the name"):
         onward.transform.rename(training, {"conv.bias": "fc.bias"})
-    with pytest.raises(onward.Error, match=r"no value `conv\.bais`") as error:
+    with pytest.raises(onward.Error, match=r"unknown value `conv\.bais`") as error:
         onward.transform.rename(training, {"conv.bais": "x"})
     assert "conv.bias" in error.value.hint
 
@@ -145,7 +145,7 @@ def test_merge_keeps_the_training_of_both():
     with pytest.raises(onward.Error, match="both models have values named") as error:
         onward.transform.merge(classifier, onward.transform.rename(other, {"image": "logits2"}), {"logits": "logits2"})
     assert "prefix" in error.value.hint
-    with pytest.raises(onward.Error, match="no input of the second"):
+    with pytest.raises(onward.Error, match="the second model has no input"):
         onward.transform.merge(classifier, other, {"logits": "imagine"}, prefix="b/")
     widened = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 21]>
@@ -191,12 +191,12 @@ def test_extract_drops_the_state_of_what_is_cut_away():
 
 def test_extract_refuses_what_a_step_cannot_do_without():
     training = onward.prepare(digits_mlp(), loss="cross_entropy", clip="norm:1")
-    with pytest.raises(onward.Error, match="cut away") as error:
+    with pytest.raises(onward.Error, match="depends on the gradient of") as error:
         onward.transform.extract(training, ["active"], ["logits"])
     assert "strip" in error.value.hint
     with pytest.raises(onward.Error, match="also depend on `image`"):
         onward.transform.extract(training, [], ["logits"])
-    with pytest.raises(onward.Error, match="no value `activ`"):
+    with pytest.raises(onward.Error, match="unknown value `activ`"):
         onward.transform.extract(training, ["activ"], ["logits"])
 
 
@@ -316,5 +316,5 @@ def test_refresh_says_all_that_no_longer_matches(training):
         onward.transform.refresh(changed, training)
     assert "`bn.weight` is gone" in str(error.value) and "`fc.bias` had shape" in str(error.value)
     assert "recipe" in error.value.hint
-    with pytest.raises(onward.Error, match="no training to put back"):
+    with pytest.raises(onward.Error, match="the second model has no training"):
         onward.transform.refresh(training, small_cnn())

@@ -13,7 +13,7 @@ from onward.differentiate.functions import FunctionRules
 from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.simplify import tidy
-from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back
+from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back, renamable
 from onward.errors import UnknownNameError, UnsupportedError, suggest_or_list
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
@@ -71,8 +71,7 @@ def vjp(model: Source, y: str, xs: Sequence[str], *, recompute: Choice = None, k
 
 @checked()
 def jvp(model: Source, y: str, xs: Sequence[str]) -> Model:
-    """Return a model with a direction `d<x>` as input for each x, and the derivative `d<y>` along
-    them as output.
+    """Return a model with an input `d<x>` for each x, a direction, and an output `d<y>`, the derivative along them.
 
         forward = onward.jvp("digits.onnx", "logits", ["image"])
 
@@ -106,10 +105,9 @@ def _open_model(
     model = of_one_opset(check_signatures(load(source)), OLDEST_OPSET).copy(steps=False)
     write_padding(model)
     known_values = {value.name: value for value in values(model.graph) if value.name}
-    unknown = [name for name in (y, *xs) if name not in known_values]
-    if unknown:
+    if unknown := [name for name in (y, *xs) if name not in known_values]:
         names = ", ".join(f"`{name}`" for name in unknown)
-        raise UnknownNameError(f"there is no value {names}", hint=suggest_or_list(unknown[0], known_values))
+        raise UnknownNameError(f"unknown value {names}", hint=suggest_or_list(unknown[0], known_values))
     context = Context(model)
     lower_gradients(context)
     expand(context, y, xs, keep_functions=keep_functions)
@@ -118,7 +116,7 @@ def _open_model(
     context.fill_in_types(known_values.values())
     if known_values[y].type is None:
         raise UnsupportedError(
-            f"the type of `{y}` is not known", hint="state it in the file, among its outputs or in its `value_info`"
+            f"the type of `{y}` is not known", hint="add it to the outputs or `value_info` of the file"
         )
     return model, known_values[y], [known_values[x] for x in xs]
 
@@ -147,13 +145,11 @@ def _finish(
     outputs: Sequence[ir.Value],
 ) -> Model:
     """Make the gradients outputs with new names, and drop unused nodes."""
-    graph, added = model.graph, nodes_after(last, model.graph)
-    new = set(added)
+    graph, added = model.graph, set(nodes_after(last, model.graph))
     graph.outputs.clear()
     graph.outputs.extend(outputs)
     for x, grad in zip(xs, grads, strict=True):
-        is_free = grad.value.producer() in new and not grad.value.is_graph_output()
-        output = grad if is_free else op.Identity(grad)
+        output = renamable(op, grad, added)
         output = _wrap_optional(op, output, x) if is_optional(x) else output.like(x)
         graph.outputs.append(output.named(f"{x.name}/grad").value)
     tidy(graph, nodes_after(last, graph))
@@ -171,7 +167,7 @@ def _inner_product(op: Builder, a: Expr, b: Expr) -> Expr:
 
 
 def _wrap_optional(op: Builder, grad: Expr, x: ir.Value) -> Expr:
-    """Return the gradient of the content of an Optional as an Optional, empty if `x` is."""
+    """Wrap the gradient of the content of an Optional `x` in an Optional, empty if `x` is."""
     some = op.subgraph(lambda inner: inner.Optional(grad))
     none = op.subgraph(lambda inner: inner.Identity(x))
     wrapped: Expr = op.If(op.OptionalHasElement(x), then_branch=some, else_branch=none)

@@ -57,11 +57,9 @@ def expand(
 
 
 def _can_stay(model: Model, node: ir.Node, answers: dict[ir.OperatorIdentifier, bool]) -> bool:
-    """True if a node calls a function that can be differentiated as one. `known` caches the
-    answers.
+    """True if a node calls a function that can be differentiated as one. `answers` is a cache.
 
-    Quantized values must not cross the border of a function: their gradient needs the node that
-    rounded them.
+    Quantized values must not cross the border of a function: their gradient needs the node that rounded them.
     """
     function = model.functions.get(node.op_identifier())
     if function is None or _is_rounded(*node.inputs, *function.outputs):

@@ -1,9 +1,8 @@
-"""Gradients of functions that stay functions: each is differentiated once per kind of call.
+"""Gradients of functions that stay functions: each is differentiated once for all similar calls.
 
-A call `y = f(x)` becomes `y, saved... = f_forward(x)`, where `saved` are the intermediate values
-that the backward pass reads. Its gradient is `dx = f_backward(x, y, saved..., dy)`. Two calls are
-of one kind if they agree in attributes, in types, shapes and small constants among their inputs, in
-the inputs that need a gradient, and in the outputs that have one.
+A call `y = f(x)` becomes `y, saved... = f_forward(x)`, where `saved` are the intermediate values that the backward pass
+reads. Its gradient is `dx = f_backward(x, y, saved..., dy)`. Calls are similar if they agree in attributes, in types,
+shapes and small constants among their inputs, in the inputs that need a gradient, and in the outputs that have one.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from onward.build import Builder, Expr, Names
 from onward.constants import constant_ints
 from onward.differentiate.expand import expand
 from onward.differentiate.simplify import tidy
-from onward.differentiate.sweep import nodes_to_differentiate, pull_back
+from onward.differentiate.sweep import nodes_to_differentiate, pull_back, renamable
 from onward.errors import UnsupportedError
 from onward.model import Model
 from onward.model.core import values
@@ -102,7 +101,7 @@ class FunctionRules:
         return self._halves[key]
 
     def _differentiated(self, node: ir.Node, wanted: Sequence[int], with_gradient: Sequence[int]) -> _Halves | None:
-        """Return the two halves for a kind of call; None if no gradient flows through it."""
+        """Return the two halves for similar calls; None if no gradient flows through them."""
         model, formals = self._body(node)
         context = Context(model)
         for i in with_gradient:
@@ -148,8 +147,8 @@ class FunctionRules:
     def _body(self, node: ir.Node) -> tuple[Model, list[str]]:
         """Return a model of the body of a call, and the names of the inputs of the call in it.
 
-        Small constants among the inputs become constants in the model, for rules and shape
-        inference. An omitted input has a name but no value.
+        Small constants among the inputs become constants in the model, for rules and shape inference. An omitted input
+        has a name but no value.
         """
         function = self._functions[node.op_identifier()]
         inputs = [_input(value, formal) for value, formal in zip(node.inputs, function.inputs, strict=False)]
@@ -177,7 +176,7 @@ class FunctionRules:
 
     def _add_function(self, graph: ir.Graph, node: ir.Node, half: str, meaning: str) -> str:
         """Return the name of a function with this graph: a new or an equal one."""
-        for value in values(graph):  # the function serves all calls of a kind; symbols of one mean nothing to another
+        for value in values(graph):  # all similar calls share the function, but not their symbols
             value.type = value.shape = None
         graph.name = None
         domains = {inner.domain for inner in graph.all_nodes()} & self._imports.keys() - {*STANDARD}
@@ -234,7 +233,7 @@ def _call_forward(op: Builder, node: ir.Node, halves: _Halves) -> list[ir.Value]
     node.resize_outputs(count + len(halves.saved))
     for output, (name, type_) in zip(node.outputs[count:], halves.saved, strict=True):
         output.name, output.type = op.names.fresh(f"{label}/{name}"), type_
-    for output in node.outputs[:count]:  # ONNX Runtime takes none that is left out before another
+    for output in node.outputs[:count]:  # ONNX Runtime refuses an omitted output before another one
         output.name = output.name or op.names.fresh(f"{label}/unused")
     return list(node.outputs)
 
@@ -245,15 +244,16 @@ def _call_forward(op: Builder, node: ir.Node, halves: _Halves) -> list[ir.Value]
 def split_backward(
     op: Builder, last: ir.Node, dys: Sequence[ir.Value], gradients: Mapping[ir.Value, Expr], first: Sequence[ir.Value]
 ) -> tuple[ir.Graph, list[ir.Value]]:
-    """Move the nodes after `last` into a new graph with `gradients` as outputs; return it and what
-    it reads.
+    """Move the nodes after `last` into a new graph with `gradients` as outputs; return it and the values that it reads.
 
-    Its inputs are the values that it reads, those of `known` first, and then `dys`. Constants are
-    copied instead.
+    These are its inputs, those in `first` first, followed by `dys`. Constants are copied instead.
     """
     graph = op.graph
     added_nodes = set(nodes_after(last, graph))
-    results = [_output_gradient(op, added_nodes, x, gradient) for x, gradient in gradients.items()]
+    results = []
+    for x, gradient in gradients.items():
+        results.append(renamable(op, gradient, added_nodes).named(f"d{x.name}").value)
+        graph.outputs.append(results[-1])
     added = nodes_after(last, graph)
     tidy(graph, added)
 
@@ -277,14 +277,6 @@ def split_backward(
             if reader in inside:
                 reader.replace_input_with(i, value)
     return ir.Graph([*inputs, *dys], results, nodes=[*copies, *nodes], opset_imports={}), read
-
-
-def _output_gradient(op: Builder, added: set[ir.Node], x: ir.Value, gradient: Expr) -> ir.Value:
-    """Make a gradient an output with a new name; a copy of it if it is an output or an older value."""
-    is_free = gradient.value.producer() in added and not gradient.value.is_graph_output()
-    result = (gradient if is_free else op.Identity(gradient)).named(f"d{x.name}").value
-    op.graph.outputs.append(result)
-    return result
 
 
 def _is_constant(value: ir.Value) -> bool:

@@ -1,8 +1,8 @@
 """Replacement of the standard's `Gradient` operator by plain nodes.
 
-`xs` and `zs` name the independent variables of a subgraph, and `y` names its result. The inputs of
-the node are values for the variables, usually these tensors themselves. Then the existing forward
-pass is differentiated; otherwise a copy of it that reads the given values.
+`xs` and `zs` name the independent variables of a subgraph, and `y` names its result. The inputs of the node are values
+for the variables, usually these tensors themselves. Then the existing forward pass is differentiated; otherwise a copy
+of it that reads the inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onward.build import Builder, copy_node
 from onward.differentiate.expand import expand
 from onward.differentiate.recompute import Choice, recomputation
-from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back
+from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back, renamable
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.model import Model
 from onward.model.core import gradients_in, is_gradient, names_of, string, strings, visible
@@ -27,8 +27,7 @@ from onward.transform.inline import inline_calls
 
 
 def lower_gradients(context: Context, *, recompute: Choice = None, find: RuleLookup = lookup) -> Model:
-    """Replace every `Gradient` of a model without steps, in order, also nested ones; return the
-    model.
+    """Replace every `Gradient` of a model without steps, in order, also nested ones; return the model.
 
     Functions that contain one are replaced by their bodies. `find` looks up the rules.
     """
@@ -63,8 +62,8 @@ def check_gradients_of(model: Model) -> None:
         except graphlib.CycleError as error:
             node = error.args[1][0]
             raise InvalidModelError(
-                f"`{string(node, 'y')}`, which the Gradient `{node.name}` is of, is computed from the gradient itself",
-                hint="differentiate the loss, not what follows from its gradient",
+                f"`{string(node, 'y')}` depends on its own gradient, `{node.name}`",
+                hint="differentiate a value that is computed before the gradient, such as the loss",
             ) from error
 
 
@@ -115,7 +114,7 @@ def _lower(context: Context, node: ir.Node, scope: Sequence[ir.Graph], recompute
     sources = variables[: len(xs)]
     nodes = nodes_to_differentiate(target, sources, find, scope)
     if target.dtype is None:
-        raise UnsupportedError(f"the type of `{y}` is not known", hint="state it in the file, in a `value_info`")
+        raise UnsupportedError(f"the type of `{y}` is not known", hint="add it to the `value_info` of the file")
     last = graph[-1]
     copies = recomputation(recompute, nodes, sources)
     seeds = {target: op.filled_like(target, 1)}
@@ -124,8 +123,7 @@ def _lower(context: Context, node: ir.Node, scope: Sequence[ir.Graph], recompute
     for x, output in zip(sources, node.outputs, strict=False):
         if output.name:
             result = gradients[x] if x in gradients else op.filled_like(x, 0)
-            is_free = result.value.producer() in added and not result.value.is_graph_output()
-            context.replace(output, result if is_free else op.Identity(result))
+            context.replace(output, renamable(op, result, added))
     graph.remove(node, safe=True)
     context.graph.sort()
 

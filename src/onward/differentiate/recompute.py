@@ -1,9 +1,8 @@
-"""Activation checkpointing: recomputation of parts of the forward pass in the backward pass, to
-save memory.
+"""Activation checkpointing: recomputation of segments of the forward pass in the backward pass, to save memory.
 
-A part is copied behind the gradient that arrives at its end. The copy reads its inputs through a
-`Where` that has the same tensor in both branches and waits for that gradient. So a runtime can
-neither run the copy earlier, when the memory is not free yet, nor merge it with the original.
+A segment is copied behind the gradient that arrives at its end. The copy reads its inputs through a `Where` with the
+same tensor in both branches and a condition from that gradient. So a runtime can neither run the copy earlier, when the
+memory is not free yet, nor merge it with the original.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ Choice = int | str | Sequence[str] | None
 
 
 class Recomputation:
-    """Copies of nodes for the reverse sweep to differentiate, made a part at a time."""
+    """Copies of nodes for the reverse sweep to differentiate, made a segment at a time."""
 
-    def __init__(self, parts: Iterable[Sequence[ir.Node]], sources: Collection[ir.Value], *, keep_ends: bool):
-        """Take the parts. With `keep_ends`, nodes behind a part read its original results."""
+    def __init__(self, segments: Iterable[Sequence[ir.Node]], sources: Collection[ir.Value], *, keep_ends: bool):
+        """Take the segments. With `keep_ends`, nodes behind a segment read its original results."""
         self._sources = sources
-        self._part = {node: part for part in parts for node in part}
+        self._segments = {node: segment for segment in segments for node in segment}
         self._keep_ends = keep_ends
         self._copies: dict[ir.Node, ir.Node] = {}
 
     def seen(self, op: Builder, node: ir.Node, dys: Sequence[Expr | None]) -> tuple[ir.Node, Sequence[ir.Value | None]]:
         """Return the node, or copy, that a rule differentiates for gradients `dys`, and its inputs."""
         dy = next(dy for dy in dys if dy is not None)
-        if node in self._part:
+        if node in self._segments:
             copy = self._copy_of(op, node, dy)
             return copy, copy.inputs
         if self._keep_ends:
@@ -44,16 +43,16 @@ class Recomputation:
 
     def _computed_again(self, op: Builder, value: ir.Value | None, dy: Expr) -> ir.Value | None:
         producer = value.producer() if value is not None else None
-        if value is None or producer not in self._part:
+        if value is None or producer not in self._segments:
             return value
         return self._copy_of(op, producer, dy).outputs[producer.outputs.index(value)]
 
     def _copy_of(self, op: Builder, node: ir.Node, dy: Expr) -> ir.Node:
         if node not in self._copies:
-            self._copy(op, self._part[node], dy)
+            self._copy(op, self._segments[node], dy)
         return self._copies[node]
 
-    def _copy(self, op: Builder, part: Sequence[ir.Node], dy: Expr) -> None:
+    def _copy(self, op: Builder, segment: Sequence[ir.Node], dy: Expr) -> None:
         is_nan = op.IsNaN(op.ReduceSum(dy, keepdims=0))  # its value does not matter, only that it depends on dy
         new: dict[ir.Value, ir.Value] = {}
 
@@ -64,7 +63,7 @@ class Recomputation:
                 new[value] = op.Where(is_nan, value, value).like(value).value
             return new[value]
 
-        for node in part:
+        for node in segment:
             copy = copy_node(node, map(again, node.inputs), op.names, "again/{}")
             new.update(zip(node.outputs, copy.outputs, strict=True))
             op.graph.append(copy)
@@ -72,12 +71,14 @@ class Recomputation:
 
 
 def recomputation(choice: Choice, nodes: Sequence[ir.Node], xs: Collection[ir.Value]) -> Recomputation | None:
-    """Return the parts to recompute of the nodes between `xs` and the result."""
+    """Return the segments to recompute of the nodes between `xs` and the result."""
     if choice is None:
         return None
     layers = isinstance(choice, int)
-    parts = _layers(choice, nodes, xs) if isinstance(choice, int) else _matching_parts(choice, nodes)
-    return Recomputation(([node for node in part if _is_repeatable(node)] for part in parts), xs, keep_ends=layers)
+    segments = _layers(choice, nodes, xs) if isinstance(choice, int) else _matching_segments(choice, nodes)
+    return Recomputation(
+        ([node for node in segment if _is_repeatable(node)] for segment in segments), xs, keep_ends=layers
+    )
 
 
 def _is_repeatable(node: ir.Node) -> bool:
@@ -92,8 +93,8 @@ def _is_repeatable(node: ir.Node) -> bool:
 # ---- patterns --------------------------------------------------------------------------------------------------------
 
 
-def _matching_parts(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
-    """Yield the nodes whose name or output matches; connected nodes form a part."""
+def _matching_segments(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
+    """Yield the nodes whose name or output matches; connected nodes form a segment."""
     patterns = [choice] if isinstance(choice, str) else list(choice)
     names = {node: [node.name or "", *(output.name or "" for output in node.outputs)] for node in nodes}
     for pattern in patterns:
@@ -102,28 +103,28 @@ def _matching_parts(choice: str | Sequence[str], nodes: Sequence[ir.Node]) -> It
             raise UnknownNameError(
                 f"nothing to compute again matches `{pattern}`", hint=suggest_or_list(pattern.strip("*"), known_names)
             )
-    part_of: dict[ir.Node, list[ir.Node]] = {}
+    segment_of: dict[ir.Node, list[ir.Node]] = {}
     for node in nodes:
         if not any(fnmatchcase(name, pattern) for pattern in patterns for name in names[node]):
             continue
-        part = part_of[node] = [node]
+        segment = segment_of[node] = [node]
         for producer in (value.producer() for value in node.inputs if value is not None):
-            before = part_of.get(producer) if producer is not None else None
-            if before is not None and before is not part:
-                for other in part:
-                    part_of[other] = before
-                before += part
-                part = before
-    unique = {id(part): part for part in part_of.values()}
+            before = segment_of.get(producer) if producer is not None else None
+            if before is not None and before is not segment:
+                for other in segment:
+                    segment_of[other] = before
+                before += segment
+                segment = before
+    unique = {id(segment): segment for segment in segment_of.values()}
     order = {node: i for i, node in enumerate(nodes)}
-    return (sorted(part, key=order.__getitem__) for part in unique.values())
+    return (sorted(segment, key=order.__getitem__) for segment in unique.values())
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
 def _layers(every: int, nodes: Sequence[ir.Node], xs: Collection[ir.Value]) -> list[list[ir.Node]]:
-    """Return parts of `every` layers. Nodes after the last full part stay: they are needed at once."""
+    """Return segments of `every` layers. Nodes after the last full segment stay: they are needed at once."""
     if every < 1:
         raise UnsupportedError(f"the results of every {every}th layer cannot be kept", hint="give a number above 0")
     layers = _split_layers(nodes, set(xs))

@@ -102,10 +102,9 @@ def tidy(graph: ir.Graph, added: Sequence[ir.Node]) -> None:
 def put_results_last(graph: ir.Graph) -> None:
     """Move the nodes that nothing reads to the end, those that are ready first to the very end.
 
-    ONNX Runtime goes back from the last node of a file and computes what it needs, then from the
-    one before it, and so on. If the gradient at the first layer came last, as is natural, it would
-    go back through all layers before it turned to the gradients of their parameters, and would keep
-    all their inputs in memory until then.
+    ONNX Runtime orders nodes from the end of the file: first those that the last node needs, then those of the node
+    before it, and so on. If the gradient at the first layer came last, it would go back through all layers before it
+    computed the gradients of their parameters, with all their inputs in memory.
     """
     depth: dict[ir.Value, int] = {}
     ends: list[tuple[int, ir.Node]] = []

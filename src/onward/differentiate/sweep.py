@@ -1,8 +1,7 @@
-"""Reverse sweep: from the derivative of a result to the derivatives of the values it was computed
-from.
+"""Reverse sweep: from the derivative of a result to the derivatives of its sources.
 
-It appends to one graph. Rules have the mathematics of single operators. Common work is here: the
-choice of the needed nodes, sums over broadcast axes, types, shapes and accumulation.
+It appends to one graph. Rules have the mathematics of single operators. The common work is here: the choice of nodes,
+sums over broadcast axes, types, shapes and accumulation.
 """
 
 from __future__ import annotations
@@ -34,12 +33,10 @@ def pull_back(
     recomputation: Recomputation | None = None,
     find: RuleLookup = lookup,
 ) -> dict[ir.Value, Expr]:
-    """Return the derivatives with respect to `wrt`, given derivatives `seeds` of values that
-    `nodes` compute.
+    """Return the derivatives with respect to `wrt`, from derivatives `seeds` of values that `nodes` compute.
 
-    `nodes` are in order. A seed is the derivative of the final result by that value. Values in
-    `cut` count as independent of the values they are computed from. A value on which no seed
-    depends is missing in the result: its derivative is zero.
+    `nodes` are in order. Values in `cut` count as independent of the values they are computed from. A value on which no
+    seed depends is missing in the result: its derivative is zero.
     """
     sources = list(wrt)
     active = _depends_on(nodes, sources)
@@ -52,18 +49,16 @@ def pull_back(
         seen, inputs = recomputation.seen(op, node, dys) if recomputation is not None else (node, node.inputs)
         for value, dx in _derivatives(scoped, node, seen, inputs, dys, active, find):
             if value in active:
-                gradients[value] = _accumulated(gradients.get(value), dx)
+                total = gradients.get(value)
+                if not isinstance(dx, Expr):
+                    gradients[value] = dx(total)
+                else:
+                    gradients[value] = dx if total is None else total + dx
     return {value: gradients[value] for value in sources if value in gradients}
 
 
 Contribution = Expr | Callable[[Expr | None], Expr]
 """Summand of a derivative; or a function from the derivative so far, or None, to the sum."""
-
-
-def _accumulated(total: Expr | None, dx: Contribution) -> Expr:
-    if not isinstance(dx, Expr):
-        return dx(total)
-    return dx if total is None else total + dx
 
 
 def _depends_on(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
@@ -90,9 +85,8 @@ def _stand_for_floats(node: ir.Node, active: Container[ir.Value]) -> bool:
     rounded = [value for value in node.inputs if value is not None and value in active and not _may_be_float(value)]
     if rounded and node.op_type not in MOVING and isinstance(lookup(node), Rule) and not _may_be_float(node.outputs[0]):
         raise UnsupportedError(
-            f"`{node.op_type}` (node `{node.name}`) works on `{rounded[0].name}`, the integers of a quantized tensor: "
-            "there is no gradient through that",
-            hint="dequantize before it, and quantize after it: ONNX Runtime's quantizer does so with the format QDQ",
+            f"`{node.op_type}` (node `{node.name}`) works on `{rounded[0].name}`, the integers of a quantized tensor",
+            hint="quantize the model with `quant_format=QuantFormat.QDQ`, which dequantizes before each operator",
         )
     return bool(rounded) and node.op_type in MOVING
 
@@ -106,23 +100,28 @@ def _derivatives(
     active: Container[ir.Value],
     find: RuleLookup,
 ) -> list[tuple[ir.Value, Contribution]]:
-    """Return the contributions of a node to the derivatives of its inputs, and of values that its
-    nested graphs read.
+    """Return the contributions of a node to the derivatives of its inputs, and of values that its nested graphs read.
 
-    The rule gets `seen`, the node itself or a copy of it, and `inputs`, those of the copy.
+    The rule gets `seen`, the node itself or a copy of it, and `inputs`, those of the copy. Any rule may request
+    `wanted`, the indices of the inputs that need a derivative. A rule for nested graphs may also request `active`, the
+    values that need one, and `pull_back`.
     """
     rule = find(node)
     if isinstance(rule, NoGradient):
         return []
     assert isinstance(rule, Rule), node.op_type
+    if not rule.many and dys[0] is None:
+        return []
     available = {
         "active": active,
         "wanted": [i for i, value in enumerate(node.inputs) if value is not None and value in active],
         "pull_back": functools.partial(pull_back, find=find),
     }
-    results = _call(op, rule, seen, inputs, dys, **available)
+    ys = [op(y) for y in seen.outputs]
+    results = apply(rule, op, seen, dys if rule.many else dys[0], inputs=inputs, y=ys[0], ys=ys, **available)
     if isinstance(results, dict):
         return [(value, _fitted(op, dx, value, broadcasts=False)) for value, dx in results.items()]
+    results = results if isinstance(results, tuple | list) else (results,)
     return [
         (value, _fitted(op, dx, read, rule.broadcasts_input(i)))
         for i, (value, read, dx) in enumerate(zip(node.inputs, inputs, results, strict=False))
@@ -130,52 +129,24 @@ def _derivatives(
     ]
 
 
-def _call(
-    op: Builder,
-    rule: Rule,
-    node: ir.Node,
-    inputs: Sequence[ir.Value | None],
-    dys: list[Expr | None],
-    **available: object,
-) -> Sequence[Contribution | None] | dict[ir.Value, Expr]:
-    """Return the derivatives by input; by value, if a rule of an operator with nested graphs
-    returns them so.
-
-    A rule of an operator with nested graphs may ask for `active`, the values that need a
-    derivative, and for `pull_back`. Any rule may ask for `wanted`, the indices of the inputs that
-    need one.
-    """
-    if not rule.many and dys[0] is None:
-        return ()
-    ys = [op(y) for y in node.outputs]
-    dy = dys if rule.many else dys[0]
-    result = apply(rule, op, node, dy, inputs=inputs, y=ys[0], ys=ys, **available)
-    return result if isinstance(result, tuple | list | dict) else (result,)
-
-
 # ---- the shape and type of a derivative ------------------------------------------------------------------------------
 
 
 def _fitted(op: Builder, dx: Contribution, value: ir.Value, broadcasts: bool) -> Contribution:
-    if isinstance(dx, Expr):
-        return _fitted_to(op, dx, value, broadcasts)
-    added_to = dx
-    return lambda total: added_to(total).like(value)
-
-
-def _fitted_to(op: Builder, dx: Expr, value: ir.Value, broadcasts: bool) -> Expr:
     """Return a derivative with type and shape of its value; of quantized values it stays a float."""
-    if broadcasts:
-        dx = sum_to(op, dx, op(value))
+    if not isinstance(dx, Expr):
+        add_to = dx
+        return lambda total: add_to(total).like(value)
+    result: Expr = sum_to(op, dx, op(value)) if broadcasts else dx
     if not _may_be_float(value):
-        return dx
-    if value.dtype is not None and dx.dtype is not None and dx.dtype != value.dtype:
-        dx = op.Cast(dx, to=value.dtype)
-    if dx.value.graph is op.graph and dx.value.producer() is not None:
-        # What comes from outside, as dY may, has its own type: in a branch that is not taken it may differ.
-        dx.value.type = content_type(value) if value.type is not None else dx.value.type
-        dx.value.shape = value.shape if dx.value.shape is None else dx.value.shape
-    return dx
+        return result
+    if value.dtype is not None and result.dtype is not None and result.dtype != value.dtype:
+        result = op.Cast(result, to=value.dtype)
+    if result.value.graph is op.graph and result.value.producer() is not None:
+        # A value of an outer graph keeps its type, which may differ in a branch that is not taken.
+        result.value.type = content_type(value) if value.type is not None else result.value.type
+        result.value.shape = value.shape if result.value.shape is None else result.value.shape
+    return result
 
 
 def sum_to(op: Builder, dx: Expr, x: Expr) -> Expr:
@@ -196,12 +167,12 @@ def sum_to(op: Builder, dx: Expr, x: Expr) -> Expr:
 
 
 def _aligned(shape: Dims, wide: Dims) -> bool:
-    """True if the broadcast axes are certain: each size is 1, or the same in both."""
+    """True if the broadcast axes are certain: each size is 1 or equal in both."""
     return len(wide) >= len(shape) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(wide), strict=False))
 
 
 def _sum_to_at_run_time(op: Builder, dx: Expr, x: Expr) -> Expr:
-    """Sum like `sum_to`, with shapes that are known only when the graph runs."""
+    """Return the same sum for shapes that are known only at run time."""
     shape = op.Shape(x)
     missing = op.Shape(op.Shape(dx)) - op.Shape(shape)
     ones = op.ConstantOfShape(missing, value=ir.Tensor(np.array([1], np.int64)))
@@ -215,6 +186,13 @@ def _sum_to_at_run_time(op: Builder, dx: Expr, x: Expr) -> Expr:
 
 RuleLookup = Callable[[ir.Node], Rule | Rewrite | NoGradient | None]
 """Lookup of rules: `lookup` in the table, or a function that knows more rules."""
+
+
+def renamable(op: Builder, result: Expr, added: Container[ir.Node]) -> Expr:
+    """Return a result of one of the nodes `added` that is not yet a graph output: itself, or a copy."""
+    producer = result.value.producer()
+    is_free = producer is not None and producer in added and not result.value.is_graph_output()
+    return result if is_free else op.Identity(result)
 
 
 def nodes_to_differentiate(
@@ -246,7 +224,7 @@ def _nested_nodes(node: ir.Node, reached: Iterable[ir.Value]) -> Iterator[ir.Nod
 def _explain_missing_rule(
     node: ir.Node, outermost: ir.Node, y: ir.Value, xs: Iterable[ir.Value], scope: Sequence[ir.Graph]
 ) -> UnsupportedError:
-    """Return the error for a node without a rule: `outermost`, or a node in a graph nested in it."""
+    """Return the error for a node without a rule: `outermost`, or a node nested in it."""
     x = next(x for x in xs if outermost in between(y, [x], scope))
     path = [*_shortest_path(y, outermost), *([node] if node is not outermost else [])]
     steps = " <- ".join([y.name or "", *(n.name or n.op_type for n in path)])

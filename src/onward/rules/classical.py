@@ -1,12 +1,11 @@
 """Classical machine learning, `ai.onnx.ml`, as standard operators.
 
-The weights are attributes, and so have no gradient: to be trained, linear models are opened
-(`recipe/training_mode.py`).
-
-Results are float32, in which these operators compute whatever type their input has.
+The weights are attributes and have no gradient. To train a linear model, `recipe/training_mode.py` makes them
+initializers. Results are float32, as these operators compute for any type of input.
 """
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -14,6 +13,7 @@ import onnx_ir as ir
 
 from onward.errors import UnsupportedError
 from onward.rules import registry
+from onward.rules.common import rank
 from onward.standard import ML_DOMAIN
 
 FLOAT = ir.DataType.FLOAT
@@ -25,7 +25,7 @@ no_gradient = functools.partial(registry.no_gradient, domain=ML_DOMAIN)
 
 @rewrite("Scaler")
 def scaler(op, x, *, offset, scale):
-    """Y = (X - offset) scale; of either there may be one for all features."""
+    """Return (X - offset) scale, with numbers per feature or for all."""
     x = op.Cast(x, to=FLOAT)
     x = x - _vector(offset) if offset else x
     return x * _vector(scale) if scale else x
@@ -33,7 +33,7 @@ def scaler(op, x, *, offset, scale):
 
 @rewrite("Normalizer")
 def normalizer(op, x, *, norm="MAX"):
-    """Each row over its norm; a row of zeros stays as it is. The norm MAX is the largest element, without Abs."""
+    """Divide each row by its norm; a row of zeros stays. The norm MAX is the largest element, without Abs."""
     x = op.Cast(x, to=FLOAT)
     norms = {"L1": op.ReduceL1, "L2": op.ReduceL2, "MAX": op.ReduceMax}
     size = norms[norm](x, [-1], keepdims=1)
@@ -50,7 +50,7 @@ def linear_regressor(op, x, *, coefficients, intercepts, targets=1, post_transfo
 def linear_classifier(
     op, x, *, coefficients, intercepts, classlabels_ints, classlabels_strings, post_transform="NONE", node,
 ):  # fmt: skip
-    """The scores of the classes, and the label of the highest; two classes may share a score, which is the second's."""
+    """Return the best label and the scores of the classes; a single score is that of the second of two classes."""
     labels = classlabels_ints or classlabels_strings or ()
     scores = _rows(op, x) @ _matrix(coefficients, len(intercepts or labels))
     scores = scores + _vector(intercepts) if intercepts else scores
@@ -58,10 +58,10 @@ def linear_classifier(
 
 
 def classify(op, scores, intercepts, labels, post_transform, node):
-    """The labels and the probabilities that a LinearClassifier with these intercepts makes of scores."""
+    """Return the labels and probabilities of a LinearClassifier from its scores."""
     if intercepts and len(intercepts) == 1:
         winner = op.Cast(op.Squeeze(scores, [1]) > 0, to=ir.DataType.INT64)
-        return _label(op, winner, labels), _of_two(op, scores, post_transform, node, first=1 - scores)
+        return _label(op, winner, labels), _of_two(op, scores, post_transform, node, 1 - scores)
     return _label(op, op.ArgMax(scores, axis=1, keepdims=0), labels), post_transform_scores(op, scores, post_transform)
 
 
@@ -84,25 +84,22 @@ def svm_classifier(
     op, x, *, coefficients, rho, support_vectors, vectors_per_class, prob_a, kernel_type="LINEAR", kernel_params,
     classlabels_ints, classlabels_strings, post_transform="NONE", node,
 ):  # fmt: skip
-    """A score for each pair of classes, of which one wins; or for each class, where there are no support vectors."""
+    """Score each pair of classes, which vote; without support vectors, score each class."""
     if prob_a:
         raise UnsupportedError(
-            f"no gradient of `SVMClassifier` (node `{node.name}`) with probabilities, which an iteration finds",
-            hint="save the classifier without `prob_a` and `prob_b`: its scores can be differentiated",
+            f"no gradient of `SVMClassifier` (node `{node.name}`) with probabilities, which an iteration computes",
+            hint="save the classifier without `prob_a` and `prob_b`: its scores have a gradient",
         )
     x, labels = _rows(op, x), classlabels_ints or classlabels_strings
     if not vectors_per_class:
         scores = x @ _matrix(coefficients, len(labels)) + rho[0]
-        return _label(op, op.ArgMax(scores, axis=1, keepdims=0), labels), post_transform_scores(
-            op, scores, post_transform
-        )
+        return classify(op, scores, None, labels, post_transform, node)
     kernels = _kernel(op, x, _matrix(support_vectors, sum(vectors_per_class)), kernel_type, kernel_params)
     scores = kernels @ _pairs(coefficients, vectors_per_class) + _vector(rho)
     label = _label(op, op.ArgMax(_votes(op, scores, len(labels)), axis=1, keepdims=0), labels)
     if len(labels) == 2:
-        return label, _of_two(
-            op, scores, post_transform, node, first=-scores if post_transform == "NONE" else 1 - scores
-        )
+        first = -scores if post_transform == "NONE" else 1 - scores
+        return label, _of_two(op, scores, post_transform, node, first)
     return label, post_transform_scores(op, scores, post_transform)
 
 
@@ -110,7 +107,7 @@ def svm_classifier(
 def imputer(
     op, x, *, imputed_value_floats, imputed_value_int64s, replaced_value_float=0.0, replaced_value_int64=0,
 ):  # fmt: skip
-    """What is missing gets a value of its feature, or one for all."""
+    """Replace missing elements by a value per feature, or one for all."""
     if not imputed_value_floats:
         return op.Where(op.Equal(x, np.int64(replaced_value_int64)), np.array(imputed_value_int64s, np.int64), x)
     missing = op.IsNaN(x) if math.isnan(replaced_value_float) else op.Equal(x, replaced_value_float)
@@ -119,17 +116,16 @@ def imputer(
 
 @rewrite("FeatureVectorizer")
 def feature_vectorizer(op, *inputs, inputdimensions):
-    """Features side by side, each input cut or filled up to its width."""
-    parts = [op.Reshape(op.Cast(x, to=FLOAT), op.Concat(op.Shape(x, end=1), [-1], axis=0)) for x in inputs]
-    wide = [op.Pad(part, [0, 0, 0, width]) for part, width in zip(parts, inputdimensions, strict=True)]
+    """Concatenate features, with each input cropped or zero-padded to its width."""
+    flat = [op.Reshape(op.Cast(x, to=FLOAT), op.Concat(op.Shape(x, end=1), [-1], axis=0)) for x in inputs]
+    wide = [op.Pad(x, [0, 0, 0, width]) for x, width in zip(flat, inputdimensions, strict=True)]
     return op.Concat(*(op.Slice(w, [0], [n], [1]) for w, n in zip(wide, inputdimensions, strict=True)), axis=1)
 
 
 @rewrite("ArrayFeatureExtractor")
-def array_feature_extractor(op, x, places):
-    """Some features, by their places."""
-    y = op.Gather(x, op.Reshape(places, [-1]), axis=-1)
-    return op.Unsqueeze(y, [0]) if x.value.shape is not None and x.value.shape.rank() == 1 else y
+def array_feature_extractor(op, x, indices):
+    y = op.Gather(x, op.Reshape(indices, [-1]), axis=-1)
+    return op.Unsqueeze(y, [0]) if rank(x) == 1 else y
 
 
 no_gradient("the result is 0 or 1", "Binarizer")
@@ -138,7 +134,7 @@ no_gradient(
     "OneHotEncoder", "ZipMap",
 )  # fmt: skip
 no_gradient(
-    "trees are piecewise constant: their derivative is zero wherever there is one", "TreeEnsemble",
+    "trees are piecewise constant: their derivative is zero almost everywhere", "TreeEnsemble",
     "TreeEnsembleClassifier", "TreeEnsembleRegressor",
 )  # fmt: skip
 
@@ -158,13 +154,13 @@ def tree_ensemble(
     nodes_falsenodeids, nodes_featureids, nodes_missing_value_tracks_true, nodes_modes, nodes_splits, nodes_trueleafs,
     nodes_truenodeids, post_transform=0, tree_roots,
 ):  # fmt: skip
-    """All trees at once: each example goes down by one node at a time, until all are at leaves, where they stay."""
+    """Descend all trees at once, a node at a time, until all examples are at leaves, where they stay."""
     nodes, leaves = len(nodes_featureids), np.arange(len(leaf_targetids))
-    ways = ((nodes_trueleafs, nodes_truenodeids), (nodes_falseleafs, nodes_falsenodeids))
-    following = [np.append(np.where(is_leaf, nodes, 0) + ids, nodes + leaves) for is_leaf, ids in ways]
+    branches = ((nodes_trueleafs, nodes_truenodeids), (nodes_falseleafs, nodes_falsenodeids))
+    following = [np.append(np.where(is_leaf, nodes, 0) + ids, nodes + leaves) for is_leaf, ids in branches]
 
     def of_node(values):
-        """What is known of each node, where examples are; leaves come last, and of them nothing is."""
+        """Return a lookup of values per node; leaves, which come last, have zeros."""
         padded = np.append(values, np.zeros([len(leaves), *values.shape[1:]], values.dtype), axis=0)
         return lambda at: op.Gather(op.constant(padded), at)
 
@@ -173,19 +169,19 @@ def tree_ensemble(
     members = of_node(_members(modes, membership_values, splits.dtype))
     if_missing = of_node(np.array(nodes_missing_value_tracks_true or [0] * nodes, bool))
 
-    def test(value, at, kind):
-        if kind == _MEMBER:
+    def test(value, at, operator):
+        if operator == _MEMBER:
             same = op.Equal(op.Unsqueeze(value, [2]), members(at))
             return op.Cast(op.ReduceMax(op.Cast(same, to=FLOAT), [2], keepdims=0), to=ir.DataType.BOOL)
-        return _COMPARISONS[kind](op, value, split(at))
+        return _COMPARISONS[operator](op, value, split(at))
 
     at = op.Expand(np.array([tree_roots]), op.Concat(op.Shape(x, end=1), [len(tree_roots)], axis=0))
     for _ in range(_depth(tree_roots, following, nodes)):
         value = op.GatherElements(x, feature(at), axis=1)
         first, *others = np.unique(modes)
         is_true = test(value, at, first)
-        for kind in others:
-            is_true = op.Where(op.Equal(mode(at), kind), test(value, at, kind), is_true)
+        for operator in others:
+            is_true = op.Where(op.Equal(mode(at), operator), test(value, at, operator), is_true)
         is_true = op.Where(op.IsNaN(value), if_missing(at), is_true)
         at = op.Where(is_true, *(op.Gather(ids, at) for ids in map(op.constant, following)))
     leaf = at - nodes
@@ -208,19 +204,19 @@ _TRANSFORMS = ["NONE", "SOFTMAX", "LOGISTIC", "SOFTMAX_ZERO", "PROBIT"]
 
 
 def _members(modes, values, dtype):
-    """For each node the numbers that it tests for, filled up with NaN, which also ends each set in `values`."""
+    """Return the members of each node's set, padded with NaN, which also ends each set in `values`."""
     if values is None:
         return np.full((len(modes), 1), np.nan, dtype)
     values = values.numpy()
     members = np.full((len(modes), len(values)), np.nan, dtype)
     sets = np.split(values, np.flatnonzero(np.isnan(values)) + 1)
-    for node, found in zip(np.flatnonzero(modes == _MEMBER), sets, strict=False):
-        members[node, : len(found)] = found
+    for node, numbers in zip(np.flatnonzero(modes == _MEMBER), sets, strict=False):
+        members[node, : len(numbers)] = numbers
     return members
 
 
 def _depth(roots, following, nodes):
-    """After how many nodes all are at leaves."""
+    """Return the largest number of nodes above a leaf."""
     depth, level = 0, set(roots)
     while level:
         depth += 1
@@ -229,13 +225,13 @@ def _depth(roots, following, nodes):
 
 
 def _aggregate(op, weights, chosen, function, trees):
-    """The mean, sum, least or largest of what trees say of each target; 0 where none does."""
+    """Return the mean, sum, minimum or maximum of the trees per target; 0 if no tree has it."""
     if function < 2:
         total = op.ReduceSum(op.Where(chosen, weights, 0), [1], keepdims=0)
         return total / trees if function == 0 else total
     reduce, without = (op.ReduceMin, np.inf) if function == 2 else (op.ReduceMax, -np.inf)
-    found = reduce(op.Where(chosen, weights, without), [1], keepdims=0)
-    return op.Where(op.Equal(found, without), 0, found)
+    extreme = reduce(op.Where(chosen, weights, without), [1], keepdims=0)
+    return op.Where(op.Equal(extreme, without), 0, extreme)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -246,41 +242,39 @@ def _vector(numbers):
 
 
 def _matrix(numbers, rows):
-    """The transpose of numbers that are given row by row."""
+    """Return the transpose of a matrix that is stored row by row."""
     return np.ascontiguousarray(_vector(numbers).reshape(rows, -1).T)
 
 
 def _pairs(coefficients, counts):
-    """The weights [vector, pair] of kernels in the scores of pairs of classes; vectors stand class by class."""
+    """Return the weights [vector, pair] of kernels in the scores of pairs; vectors are sorted by class."""
     rows = _vector(coefficients).reshape(len(counts) - 1, -1)
     starts = np.concatenate([[0], np.cumsum(counts)])
     columns = []
-    for i in range(len(counts)):
-        for j in range(i + 1, len(counts)):
-            column = np.zeros(starts[-1], np.float32)
-            column[starts[i] : starts[i + 1]] = rows[j - 1, starts[i] : starts[i + 1]]
-            column[starts[j] : starts[j + 1]] = rows[i, starts[j] : starts[j + 1]]
-            columns.append(column)
+    for i, j in itertools.combinations(range(len(counts)), 2):
+        column = np.zeros(starts[-1], np.float32)
+        column[starts[i] : starts[i + 1]] = rows[j - 1, starts[i] : starts[i + 1]]
+        column[starts[j] : starts[j + 1]] = rows[i, starts[j] : starts[j + 1]]
+        columns.append(column)
     return np.stack(columns, axis=1)
 
 
-def _kernel(op, x, vectors, kind, parameters):
-    """How similar each row of X is to each support vector, of which `vectors` has one in each column."""
+def _kernel(op, x, vectors, name, parameters):
+    """Return the kernel of each row of X and each support vector, a column of `vectors`."""
     gamma, offset, degree = parameters or (0.0, 0.0, 0.0)
-    if kind == "RBF":
+    if name == "RBF":
         squares = op.ReduceSumSquare(x, [1], keepdims=1) + np.square(vectors).sum(axis=0)
         return op.Exp((squares - (x @ vectors) * 2) * -gamma)
     products = x @ vectors
-    if kind == "LINEAR":
+    if name == "LINEAR":
         return products
     products = products * gamma + offset
-    return op.Tanh(products) if kind == "SIGMOID" else products**degree
+    return op.Tanh(products) if name == "SIGMOID" else products**degree
 
 
 def _votes(op, scores, classes):
-    """How many of its pairs each class wins: the first of a pair by a positive score."""
-    pairs = [(i, j) for i in range(classes) for j in range(i + 1, classes)]
-    first, second = (np.eye(classes, dtype=np.float32)[[pair[k] for pair in pairs]] for k in (0, 1))
+    """Count the pairs that each class wins: a positive score is for the first of a pair."""
+    first, second = (np.eye(classes, dtype=np.float32)[list(i)] for i in np.triu_indices(classes, 1))
     wins = op.Cast(scores > 0, to=FLOAT)
     return wins @ first + (1 - wins) @ second
 
@@ -289,25 +283,23 @@ def _votes(op, scores, classes):
 
 
 def _rows(op, x):
-    """Examples in rows; one example may come as a vector."""
+    """Return examples in rows; a single example may be a vector."""
     x = op.Cast(x, to=FLOAT)
-    return op.Unsqueeze(x, [0]) if x.value.shape is not None and x.value.shape.rank() == 1 else x
+    return op.Unsqueeze(x, [0]) if rank(x) == 1 else x
 
 
 def _label(op, winner, labels):
-    """The labels of the classes that won."""
     if not labels:
         return winner
-    kind = "value_strings" if isinstance(labels[0], str | bytes) else "value_ints"
-    return op.Gather(op.Constant(**{kind: list(labels)}), winner)
+    name = "value_strings" if isinstance(labels[0], str | bytes) else "value_ints"
+    return op.Gather(op.Constant(**{name: list(labels)}), winner)
 
 
 def _of_two(op, score, post_transform, node, first):
-    """The scores of two classes from one of them."""
+    """Return the scores of two classes from that of the second."""
     if post_transform == "PROBIT":
         raise UnsupportedError(
-            f"no gradient of `{node.op_type}` (node `{node.name}`) with PROBIT of two classes, which runtimes compute "
-            "in different ways",
+            f"no gradient of `{node.op_type}` (node `{node.name}`) with PROBIT of two classes: runtimes differ",
             hint="save the classifier with the scores of both classes",
         )
     if post_transform == "LOGISTIC":
@@ -320,24 +312,17 @@ def post_transform_scores(op, scores, how):
         return op.Softmax(scores, axis=-1)
     if how == "LOGISTIC":
         return op.Sigmoid(scores)
-    if how == "SOFTMAX_ZERO":
-        return _softmax_zero(op, scores)
-    return _probit(op, scores) if how == "PROBIT" else scores
-
-
-def _softmax_zero(op, scores):
-    """Softmax in which a score of zero has no share."""
-    highest = op.ReduceMax(scores, [-1], keepdims=1)
-    shares = op.Where(op.Abs(scores) > 1e-7, op.Exp(scores - highest), scores * op.Exp(-highest))
-    return shares / op.ReduceSum(shares, [-1], keepdims=1)
-
-
-def _probit(op, p):
-    """The quantile of the normal distribution, by the inverse of Erf that Winitzki has approximated."""
-    x = p * 2 - 1
-    log = op.Log((1 - x) * (1 + x))
-    middle = log * 0.5 + 2 / (math.pi * _WINITZKI)
-    return op.Sign(x) * op.Sqrt(op.Sqrt(middle * middle - log / _WINITZKI) - middle) * math.sqrt(2)
+    if how == "SOFTMAX_ZERO":  # a score of zero has no share
+        highest = op.ReduceMax(scores, [-1], keepdims=1)
+        shares = op.Where(op.Abs(scores) > 1e-7, op.Exp(scores - highest), scores * op.Exp(-highest))
+        return shares / op.ReduceSum(shares, [-1], keepdims=1)
+    if how == "PROBIT":  # sqrt(2) erfinv(2 p - 1), with Winitzki's approximation of erfinv
+        x = scores * 2 - 1
+        log = op.Log((1 - x) * (1 + x))
+        middle = log * 0.5 + 2 / (math.pi * _WINITZKI)
+        return op.Sign(x) * op.Sqrt(op.Sqrt(middle * middle - log / _WINITZKI) - middle) * math.sqrt(2)
+    return scores
 
 
 _WINITZKI = 0.147
+"""Constant of the approximation; runtimes use the same."""

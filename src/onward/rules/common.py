@@ -1,4 +1,4 @@
-"""What rules of several families share: limits of a type, and constants that are known when the graph is written."""
+"""Limits of types, ranks, and constants of the graph, for rules of several families."""
 
 import ml_dtypes
 import numpy as np
@@ -8,51 +8,60 @@ from onward.constants import constant_number, tensor_in
 
 
 def cast_like(op, x, like):
-    """`x` in the type of `like`."""
+    """Return `x` in the type of `like`."""
     if like.dtype is None:
         return op.CastLike(x, like)
     return x if x.dtype == like.dtype else op.Cast(x, to=like.dtype)
 
 
 def identity(op, shape, like):
-    """A matrix with ones on its diagonal, in the type of `like`; EyeLike itself knows no bfloat16."""
+    """Return an identity matrix in the type of `like`; EyeLike itself has no bfloat16."""
     return cast_like(op, op.EyeLike(op.ConstantOfShape(shape)), like)
 
 
+def iota(op, count):
+    """Return the integers 0, 1 ... below `count`, a scalar."""
+    return op.Range(np.int64(0), count, np.int64(1))
+
+
+def rank(x) -> int | None:
+    return None if x.value.shape is None else x.value.shape.rank()
+
+
 def tiny(x) -> float:
-    """The smallest normal number of the type of `x`."""
+    """Return the smallest normal number of the type of `x`."""
     return float(_limits(x).smallest_normal)
 
 
 def largest(x) -> float:
-    """The largest finite number of the type of `x`."""
+    """Return the largest finite number of the type of `x`."""
     return float(_limits(x).max)
 
 
 def least_root(x) -> float:
-    """The smallest square root other than 0, that of the smallest number of the type of `x`."""
+    """Return the smallest positive square root in the type of `x`."""
     return float(np.sqrt(np.float64(_limits(x).smallest_subnormal)))
 
 
 def finite(op, x):
-    """`x` with the largest number in the place of infinity, so that 0 times it is 0."""
+    """Return `x` with infinities replaced by the largest number, so that 0 times it is 0."""
     return op.Clip(x, -largest(x), largest(x))
 
 
 def fixed_number(x) -> float | None:
-    """The number that `x` is in every run: a Constant with one element. An initializer may change, so it is none."""
+    """Return the number of a Constant with one element, else None: an initializer may change between runs."""
     tensor = tensor_in(x.value.producer())
     return float(tensor.numpy().reshape(())) if tensor is not None and tensor.size == 1 else None
 
 
 def never_zero(x) -> bool:
-    """Whether `x` is a single number, given with the graph, other than 0."""
+    """True if `x` is a single number in the file, and not 0."""
     number = constant_number(x.value)
     return number is not None and number != 0
 
 
 def standard_attributes(node, *names):
-    """Those of a node's attributes that a standard operator takes as they are."""
+    """Return the attributes of a node with these names, for a standard operator that also has them."""
     return {name: node.attributes[name].value for name in names if name in node.attributes}
 
 
@@ -61,7 +70,7 @@ def _limits(x):
 
 
 def further_output(op, node, index, dtype, shape):
-    """An output of the forward node, which gets it where it has none."""
+    """Return an output of the forward node, which is added if the node omits it."""
     if len(node.outputs) <= index:
         node.resize_outputs(index + 1)
     value = node.outputs[index]

@@ -1,11 +1,10 @@
-"""Control flow: gradients of If, Scan and Loop, which hold graphs of their own.
+"""Gradients of If, Scan and Loop, which have nested graphs.
 
-A nested graph reads values of the graphs around it without naming them as inputs: these "captured" values get gradients
-too, so the rules here answer with a gradient per value. What a nested graph computes is not visible outside: each
-backward graph computes the nested graph once more, from the same inputs, and then goes back through it. For Scan and
-Loop these inputs are the states before each iteration: the forward node gets one more scan output for each of them.
-States that are sequences cannot be stacked like that. Most bodies only append to them, and the way back takes from the
-end what was appended; where it needs to know what was in a sequence, it runs the Loop again up to that iteration.
+The rules here return a gradient per value, since captured values get gradients too. Each backward graph computes its
+nested graph again from the same inputs, and then goes back through it. For Scan and Loop these inputs are the states
+before each iteration: the forward node gets one more scan output for each. Sequences as states cannot be stacked. Most
+bodies only append to them, and the backward pass takes the appended elements from the end; if it needs the content of a
+sequence, it runs the Loop again up to that iteration.
 """
 
 import onnx_ir as ir
@@ -16,6 +15,7 @@ from onward.rules.indexing import along, join_shape
 from onward.rules.nested import (
     captured_and_active,
     copy_graph,
+    gradients_or_zeros,
     is_float,
     recompute,
     refuse_random,
@@ -31,41 +31,30 @@ from onward.transform.training import remove_unused
 
 @gradient("If")
 def if_(op, dys, cond, *, node, then_branch, else_branch, active, pull_back):
-    """If(cond, gradient of then_branch, gradient of else_branch); zero for what the branch taken does not read."""
-    wanted = captured_and_active(node, active)
-    if not wanted:
+    """If(cond, gradient of then_branch, gradient of else_branch); zeros for values that the branch does not read."""
+    sources = captured_and_active(node, active)
+    if not sources:
         return {}
 
     def back(branch):
         def body(inner):
             nodes, outputs = recompute(inner, branch, [])
-            grads = pull_back(inner, nodes, seeds_of(inner, outputs, dys), wanted)
-            return [grads[value] if value in grads else inner.filled_like(value, 0) for value in wanted]
+            return gradients_or_zeros(inner, pull_back, nodes, seeds_of(inner, outputs, dys), sources)
 
         return remove_unused(op.subgraph(body, name="gradient"))
 
-    grads = several(op.If(cond, outputs=len(wanted), then_branch=back(then_branch), else_branch=back(else_branch)))
-    return {value: grad.like(value) for value, grad in zip(wanted, grads, strict=True)}
+    grads = several(op.If(cond, outputs=len(sources), then_branch=back(then_branch), else_branch=back(else_branch)))
+    return {value: grad.like(value) for value, grad in zip(sources, grads, strict=True)}
 
 
 @gradient("Scan")
 def scan(
-    op,
-    dys,
-    *inputs,
-    node,
-    body,
-    active,
-    pull_back,
-    num_scan_inputs,
-    scan_input_axes,
-    scan_input_directions,
-    scan_output_axes,
-    scan_output_directions,
-):
-    """A Scan from the last iteration to the first: the gradients of states and captured values are its states.
+    op, dys, *inputs, node, body, active, pull_back, num_scan_inputs,
+    scan_input_axes, scan_input_directions, scan_output_axes, scan_output_directions,
+):  # fmt: skip
+    """Scan from the last iteration to the first, with the gradients of states and captured values as states.
 
-    Products of the body are kept, not computed again. Gradients that are sums of products are computed after the Scan.
+    Matmuls of the body are saved, not recomputed. Gradients that are sums of matmuls are computed after the Scan.
     """
     count = len(inputs) - num_scan_inputs
     states, sequences = node.inputs[:count], node.inputs[count:]
@@ -77,19 +66,19 @@ def scan(
 
     back = _Back(op, node, states, body.inputs[:count], active, pull_back)
     refuse_sequences(node, back.captured)
-    wanted = [i for i, sequence in enumerate(sequences) if sequence in active]
-    if not back.size and not wanted:
+    sources = [i for i, sequence in enumerate(sequences) if sequence in active]
+    if not back.size and not sources:
         return {}
     saved = _saving(op, node, body, body.inputs[:count], states)
     products = _products(node, body)
     saved_products = _saving(op, node, body, products, products)
-    given = [i for i in range(outputs) if dys[count + i] is not None]
+    with_gradient = [i for i in range(outputs) if dys[count + i] is not None]
 
     def step(inner, *values):
         carried, values = values[: back.size], values[back.size :]
         before, items, rest = values[:count], values[count : len(inputs)], values[len(inputs) :]
-        seeds, computed = rest[: len(given)], rest[len(given) :]
-        known = dict(zip(given, seeds, strict=True))
+        seeds, computed = rest[: len(with_gradient)], rest[len(with_gradient) :]
+        dy_of = dict(zip(with_gradient, seeds, strict=True))
         return back.step(
             inner,
             body,
@@ -97,8 +86,8 @@ def scan(
             before,
             carried,
             first_state=0,
-            item_dys=[known.get(i) for i in range(outputs)],
-            items=[items[i] for i in wanted],
+            item_dys=[dy_of.get(i) for i in range(outputs)],
+            items=[items[i] for i in sources],
             computed=zip(products, computed, strict=True),
         )
 
@@ -106,49 +95,49 @@ def scan(
         *back.carried(),
         *(_like(state) for state in back.types),
         *(_item(sequence, axis) for sequence, axis in zip(sequences, in_axes, strict=True)),
-        *(_item(dys[count + i].value, out_axes[i]) for i in given),
+        *(_item(dys[count + i].value, out_axes[i]) for i in with_gradient),
         *(_like(product) for product in products),
     ]
     backward = op.subgraph(step, entries, name="gradient")
-    # In the order of the iterations there are stacks of states, and of gradients of sequences that are read in it.
+    # Stacks of states are in the order of the iterations, as are gradients of sequences that are read in that order.
     stacks = dict(zip(backward.inputs[back.size :], map(op, saved), strict=False))
-    slices = dict(zip(wanted, backward.outputs[back.size :], strict=True))
+    slices = dict(zip(sources, backward.outputs[back.size :], strict=True))
     in_order = {value for i, value in slices.items() if in_axes[i] == in_directions[i] == 0}
     sums, more = defer(op, backward, range(len(back.floats), back.size), {*stacks, *in_order})
-    kept = {i: start for i, start in enumerate(back.start(dys[:count])) if i not in sums}
+    states_left = {i: start for i, start in enumerate(back.start(dys[:count])) if i not in sums}
     results = several(
         op.Scan(
-            *kept.values(),
+            *states_left.values(),
             *saved,
             *sequences,
-            *(dys[count + i] for i in given),
+            *(dys[count + i] for i in with_gradient),
             *saved_products,
-            outputs=len(kept) + len(wanted) + len(more),
+            outputs=len(states_left) + len(sources) + len(more),
             body=backward,
-            num_scan_inputs=len(inputs) + len(given) + len(products),
-            scan_input_axes=[*([0] * count), *in_axes, *(out_axes[i] for i in given), *(0 for _ in products)],
+            num_scan_inputs=len(inputs) + len(with_gradient) + len(products),
+            scan_input_axes=[*([0] * count), *in_axes, *(out_axes[i] for i in with_gradient), *(0 for _ in products)],
             scan_input_directions=[
                 *([1] * count),
                 *(1 - direction for direction in in_directions),
-                *(1 - out_directions[i] for i in given),
+                *(1 - out_directions[i] for i in with_gradient),
                 *(1 for _ in products),
             ],
-            scan_output_axes=[*(in_axes[i] for i in wanted), *(0 for _ in more)] or None,
-            scan_output_directions=[*(1 - in_directions[i] for i in wanted), *(1 for _ in more)] or None,
+            scan_output_axes=[*(in_axes[i] for i in sources), *(0 for _ in more)] or None,
+            scan_output_directions=[*(1 - in_directions[i] for i in sources), *(1 for _ in more)] or None,
         )
     )
-    stacks |= zip((*slices.values(), *more), results[len(kept) :], strict=True)
-    carried = dict(zip(kept, results, strict=False))
+    stacks |= zip((*slices.values(), *more), results[len(states_left) :], strict=True)
+    carried = dict(zip(states_left, results, strict=False))
     carried |= {i: sum_of_products(op, pairs, stacks) for i, pairs in sums.items()}
     return back.gradients(
         [carried[i] for i in range(back.size)],
-        zip([sequences[i] for i in wanted], results[len(kept) :], strict=False),
+        zip([sequences[i] for i in sources], results[len(states_left) :], strict=False),
     )
 
 
 @gradient("Loop")
 def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
-    """A Loop from the last iteration to the first, as often as the Loop itself went round."""
+    """Loop from the last iteration to the first, as many times as the Loop itself iterated."""
     count = len(inputs)
     states = node.inputs[2:]
     back = _Back(op, node, states, body.inputs[2:], active, pull_back)
@@ -165,7 +154,7 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
         [_declare_like(number, body.inputs[0]), *(states[i] for i in tensors)],
     )
     trips = op.Squeeze(op.Shape(numbers, start=0, end=1), [0])
-    trips.value.shape = ir.Shape([])  # so that what is read at an iteration's number has a shape
+    trips.value.shape = ir.Shape([])  # so that the value of an iteration has a shape
 
     def step(inner, done, go_on, *carried):
         current = inner(trips.value) - 1 - done
@@ -195,7 +184,7 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
 
 
 class _Back:
-    """What the ways back through Scan and Loop share: the gradients that they carry from iteration to iteration."""
+    """Gradients that the backward passes of Scan and Loop carry from iteration to iteration."""
 
     def __init__(self, op, node, states, inner_states, active, pull_back):
         self.op, self.node, self.states, self.pull_back = op, node, states, pull_back
@@ -212,48 +201,47 @@ class _Back:
         ]
 
     def start(self, dys):
-        """The gradients after the last iteration."""
+        """Return the gradients after the last iteration."""
         last = [dys[i] if dys[i] is not None else self.op.filled_like(self._last(i), 0) for i in self.floats]
         return [*last, *(self.op.filled_like(value, 0) for value in self.captured)]
 
     def _last(self, i):
-        """What has the type and shape of a state after the last iteration: a tensor has them from the beginning."""
+        """Return a value with the type and shape of a state after the last iteration; tensors do not change theirs."""
         if isinstance(self.types[i].type, ir.TensorType):
             return self.states[i]
         last = self.node.outputs[i]
         last.type = self.types[i].type if last.type is None else last.type
         return last
 
-    def step(self, op, body, given, before, carried, *, first_state, item_dys, items, computed=()):
-        """The gradients before an iteration from those after it, and those of `items`.
+    def step(self, op, body, inputs, before, carried, *, first_state, item_dys, items, computed=()):
+        """Return the gradients before an iteration from those after it, and those of `items`.
 
-        The states are among the outputs of the body from `first_state` on, before what is stacked. Pairs of values of
-        the body and what they were in this iteration, where that is known, are in `computed`.
+        Outputs of the body are states from `first_state` on, followed by scan outputs. `computed` has pairs of a value
+        of the body and its saved result in this iteration.
         """
-        nodes, outputs = recompute(op, body, given)
+        nodes, outputs = recompute(op, body, inputs)
         after = dict(zip(self.floats, carried, strict=False))
         results = outputs[first_state:]
         for state, result in zip(self.types, results, strict=False):
             _refuse_other_shape(self.node, state, result)
         seeds = seeds_of(op, results, [*(after.get(i) for i in range(len(before))), *item_dys])
         seeds |= zip(self.captured, carried[len(self.floats) :], strict=True)  # sums, to which the iteration adds
-        inputs = [before[i] for i in self.floats]
-        wrt = [*(expr.value for expr in (*inputs, *items)), *self.captured]
-        grads = self.pull_back(op, nodes, seeds, wrt)
+        states = [before[i].value for i in self.floats]
+        wrt = [*states, *self.captured, *(expr.value for expr in items)]
+        grads = gradients_or_zeros(op, self.pull_back, nodes, seeds, wrt)
         again = {old.outputs[0]: new.outputs[0] for old, new in zip(body, nodes, strict=True)}
-        for value, known in computed:  # only now: the way back goes through the nodes
-            again[value].replace_all_uses_with(known.value)
-
-        def found(value):
-            grad = grads[value] if value in grads else op.filled_like(value, 0)
-            # An input of the graph must not be declared anew, and ONNX Runtime wants a Scan's outputs declared.
-            made = grad if grad.value.producer() is not None and grad.value.graph is op.graph else op.Identity(grad)
-            return made.like(value)
-
-        return [found(value) for value in (*(expr.value for expr in inputs), *self.captured, *(e.value for e in items))]
+        for value, saved in computed:  # after `pull_back`, which goes through the nodes
+            again[value].replace_all_uses_with(saved.value)
+        # An input of the graph keeps its declaration, but ONNX Runtime needs declared outputs of a Scan.
+        return [
+            (grad if grad.value.producer() is not None and grad.value.graph is op.graph else op.Identity(grad)).like(
+                value
+            )
+            for value, grad in zip(wrt, grads, strict=True)
+        ]
 
     def gradients(self, carried, others):
-        """Per value, which may be an input twice, or captured as well."""
+        """Return value -> gradient; a value may be an input twice, or captured as well."""
         values = [*(self.states[i] for i in self.floats), *self.captured]
         return sum_by_value((*zip(values, carried, strict=True), *others))
 
@@ -262,17 +250,17 @@ class _Back:
 
 
 def _saving(op, node, body, values, types):
-    """Have a Scan or Loop put out inputs of its body, stacked over the iterations; the stacks."""
+    """Add outputs to a Scan or Loop that stack values of its body over the iterations; return the stacks."""
     inner = Builder(body, opset=op.opset, names=op.names, functions=op.functions, imports=op.imports)
-    first = len(body.outputs) - (node.op_type == "Loop")  # whose body puts out a condition as well
+    first = len(body.outputs) - (node.op_type == "Loop")  # the body of a Loop also returns a condition
     node.resize_outputs(first + len(values))
-    for output in node.outputs[:first]:  # ONNX Runtime takes none that is left out before another
+    for output in node.outputs[:first]:  # ONNX Runtime refuses an omitted output before another one
         output.name = output.name or op.names.fresh(f"{node.name or node.op_type}/unused")
-    for value, kind, output in zip(values, types, node.outputs[first:], strict=True):
-        body.outputs.append(inner.Identity(value).like(_declare_like(value, kind)).value)
+    for value, outer, output in zip(values, types, node.outputs[first:], strict=True):
+        body.outputs.append(inner.Identity(value).like(_declare_like(value, outer)).value)
         output.name = op.names.fresh(f"{node.name or node.op_type}/{value.name}")
-        output.type = kind.type
-        output.shape = ir.Shape([None, *kind.shape]) if kind.shape is not None else None
+        output.type = outer.type
+        output.shape = ir.Shape([None, *outer.shape]) if outer.shape is not None else None
     for name in ("scan_output_axes", "scan_output_directions"):
         if name in node.attributes:
             node.attributes[name] = ir.AttrInt64s(name, [*node.attributes[name].as_ints(), *([0] * len(values))])
@@ -280,7 +268,7 @@ def _saving(op, node, body, values, types):
 
 
 def _products(node, body):
-    """Products in a body, of a shape that all iterations share: they take longer to compute again than to keep."""
+    """Return the matmuls of a body with a shape common to all iterations: saving is faster than recomputing."""
     outside = {size for value in node.inputs if value.shape is not None for size in value.shape}
     return [
         value
@@ -294,7 +282,7 @@ def _products(node, body):
 
 
 def _after(op, node, body, trips, types):
-    """The states of a Loop after so many iterations, no more than it went through: the Loop itself, once more."""
+    """Run a Loop again for at most as many iterations as before; return its states."""
     again = copy_graph(op, body)
     del again.outputs[1 + len(types) :]
     _, cond, *states = node.inputs
@@ -306,13 +294,12 @@ def _refuse_other_shape(node, before, after):
     if before.shape is None or after.shape is None:
         return
     sizes = zip(before.shape, after.shape, strict=False)
-    if len(before.shape) != len(after.shape) or any(
-        isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes
-    ):
+    differ = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in sizes)
+    if len(before.shape) != len(after.shape) or differ:
         raise UnsupportedError(
             f"the state `{before.name}` of `{node.op_type}` (node `{node.name}`) changes its shape from {before.shape} "
-            f"to {after.shape}: the gradient needs states of a constant shape",
-            hint="start with a tensor of the final shape and fill it in place, for example with ScatterElements",
+            f"to {after.shape}, which has no gradient",
+            hint="start with a tensor of the final shape and fill it with `ScatterElements`",
         )
 
 
@@ -328,8 +315,8 @@ def _gradient_of(value):
 
 
 def _declare_like(value, outer):
-    """A value with the type and shape of `outer`; where that is not known, what `value` itself declares."""
-    if is_sequence(outer):  # whose elements may come to have other shapes
+    """Return a value with the type and shape of `outer`, or those of `value` if they are not known."""
+    if is_sequence(outer):  # its elements may change their shapes
         return ir.Value(name=value.name, type=outer.type)
     return ir.Value(
         name=value.name,
@@ -339,7 +326,7 @@ def _declare_like(value, outer):
 
 
 def _item(value, axis):
-    """One slice of a tensor along an axis."""
+    """Return a value for one slice of a tensor along an axis."""
     shape = None
     if value.shape is not None:
         axis = axis % len(value.shape)
@@ -348,27 +335,24 @@ def _item(value, axis):
 
 
 def _with_rank_of(op, scalar, value):
-    """The number of the iteration, or the condition: some graphs declare them as tensors with one element."""
+    """Return a scalar in the declared rank: some graphs have the iteration or condition as a tensor of one element."""
     return op.Reshape(scalar, [1]) if value.shape is not None and value.shape.rank() == 1 else scalar
 
 
-# ---- products that a Scan sums ---------------------------------------------------------------------------------------
+# ---- sums of matmuls over a Scan -------------------------------------------------------------------------------------
 
 
-# Products that a Scan sums over its iterations, as one product after it.
-#
-# The gradient of a matrix by which every iteration multiplies is the sum of A' B over the iterations. Instead of
-# carrying that sum, which is as large as the matrix, from iteration to iteration, the Scan puts out A and B, and the
-# rows of all A are multiplied with those of all B.
+# The gradient of a matrix that every iteration multiplies by is the sum of A' B over the iterations. The Scan does not
+# carry that sum, which is as large as the matrix. It returns A and B, and one matmul after the Scan multiplies the rows
+# of all A by those of all B.
 
 
 def defer(op, body, positions, stacked):
-    """Take states to which a body adds nothing but products out of it: the factors by position, and what it puts out.
+    """Remove the states from a body that are sums of matmuls; return position -> factors, and new outputs of the body.
 
-    The body puts out the factors that are not among `stacked`, the values of which there is a stack anyway.
+    The new outputs are the factors that are not among `stacked`, values that have a stack already.
     """
-    found = {i: _factor_pairs(body.inputs[i], body.outputs[i]) for i in positions}
-    sums = {i: pairs for i, pairs in found.items() if pairs}
+    sums = {i: pairs for i in positions if (pairs := _factor_pairs(body.inputs[i], body.outputs[i]))}
     factors = dict.fromkeys(value for pairs in sums.values() for pair in pairs for value in pair)
     more = [value for value in factors if value not in stacked]
     inner = Builder(body, opset=op.opset, names=op.names, functions=op.functions, imports=op.imports)
@@ -382,7 +366,7 @@ def defer(op, body, positions, stacked):
 
 
 def sum_of_products(op, pairs, stacks):
-    """The sum of A' B over all iterations, whose A and B are in `stacks`."""
+    """Return the sum of A' B over all iterations from the stacks of A and B."""
 
     def all_rows(value):
         stack = stacks[value]
@@ -394,7 +378,7 @@ def sum_of_products(op, pairs, stacks):
 
 
 def _factor_pairs(before, after):
-    """The factors of all that is added to a state, if they are those of products."""
+    """Return the factors of the terms of a sum, if all are matmuls."""
     pairs = []
     while after is not before:
         node = after.producer()
@@ -407,7 +391,7 @@ def _factor_pairs(before, after):
 
 
 def _factors(value):
-    """A and B, matrices of known width, if the value is A' B."""
+    """Return the matrices A and B, if the value is A' B."""
     node = value.producer()
     if node is None:
         return None
@@ -415,8 +399,8 @@ def _factors(value):
     plain = not attributes.get_int("transB", 0) and attributes.get_float("alpha", 1.0) == 1 and len(node.inputs) == 2
     if node.op_type == "Gemm" and attributes.get_int("transA", 0) and plain:
         pair = tuple(node.inputs)
-    elif node.op_type == "MatMul" and (turned := node.inputs[0].producer()) and turned.op_type == "Transpose":
-        pair = turned.inputs[0], node.inputs[1]
+    elif node.op_type == "MatMul" and (first := node.inputs[0].producer()) and first.op_type == "Transpose":
+        pair = first.inputs[0], node.inputs[1]
     else:
         return None
     return pair if all(factor.shape is not None and factor.shape.rank() == 2 for factor in pair) else None

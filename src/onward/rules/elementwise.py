@@ -1,8 +1,8 @@
-"""Operators that work on each element, and arithmetic.
+"""Elementwise operators.
 
-At a kink the derivative is PyTorch's. Where a derivative is infinite (Sqrt and Log at 0, Exp after an overflow) or not
-defined (below 0) a very large number stands for it: times the gradient 0 of a branch that a Where did not take, that is
-0 and not NaN.
+At a kink the derivative is PyTorch's. An infinite derivative (Sqrt and Log at 0, Exp after an overflow) or an undefined
+one (below 0) becomes a very large number: times the gradient 0 of a branch that a Where did not take, it is 0 and not
+NaN.
 """
 
 import functools
@@ -13,7 +13,7 @@ from onward.constants import is_relu6
 from onward.rules.common import cast_like, finite, fixed_number, largest, least_root, never_zero, tiny
 from onward.rules.registry import elementwise, gradient, no_gradient
 
-no_gradient("it is there to stop it", "StopGradient", domain=DOMAIN)
+no_gradient("the operator exists to stop gradients", "StopGradient", domain=DOMAIN)
 no_gradient("its derivative is zero almost everywhere", "Ceil", "Floor", "Hardmax", "Round", "Sign")
 no_gradient(
     "the result is a truth value",
@@ -23,10 +23,7 @@ no_gradient(
     "it works on the bits of numbers",
     "BitCast", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor",
 )  # fmt: skip
-no_gradient(
-    "the result is made of integers",
-    "NonMaxSuppression", "NonZero", "Shape", "Size",
-)  # fmt: skip
+no_gradient("the result is made of integers", "NonMaxSuppression", "NonZero", "Shape", "Size")
 no_gradient(
     "the result is random; through a sample no gradient flows",
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
@@ -66,32 +63,20 @@ elementwise(
 
 
 def _side(op, x):
-    """sqrt(1 - x^2), but not 0 at the ends of the domain."""
+    """Return sqrt(1 - x^2), but not 0 at the ends of the domain."""
     return op.Sqrt(op.Clip((1 - x) * (1 + x), tiny(x)))
 
 
-@gradient("Identity")
-def identity(op, dy, x):
-    """dX = dY."""
-    return dy
-
-
-@gradient("Neg")
-def neg(op, dy, x):
-    """dX = -dY."""
-    return -dy
-
-
-@gradient("Log")
-def log(op, dy, x):
-    """dX = dY / X."""
-    return dy / op.Clip(x, tiny(x))
-
-
-@gradient("Sqrt")
-def sqrt(op, dy, x, *, y):
-    """dX = dY / (2 Y)."""
-    return dy * 0.5 / op.Where(x > 0, y, least_root(y))
+gradient("Identity")(lambda op, dy, x: dy)
+gradient("Neg")(lambda op, dy, x: -dy)
+gradient("Log")(lambda op, dy, x: dy / op.Clip(x, tiny(x)))
+gradient("Sqrt")(lambda op, dy, x, *, y: dy * 0.5 / op.Where(x > 0, y, least_root(y)))
+gradient("Celu")(lambda op, dy, x, *, y, alpha: op.Where(x > 0, dy, dy * (y / alpha + 1)))
+gradient("Elu")(lambda op, dy, x, *, y, alpha: op.Where(x > 0, dy, dy * (y + alpha)))
+gradient("Selu")(lambda op, dy, x, *, y, alpha, gamma: op.Where(x > 0, dy * gamma, dy * (y + gamma * alpha)))
+gradient("LeakyRelu")(lambda op, dy, x, *, alpha: op.Where(x > 0, dy, dy * alpha))
+gradient("ThresholdedRelu")(lambda op, dy, x, *, alpha: op.Where(x > alpha, dy, 0))
+gradient("Shrink")(lambda op, dy, x, *, lambd: op.Where(op.Abs(x) > lambd, dy, 0))
 
 
 @gradient("Reciprocal")
@@ -108,47 +93,11 @@ def softsign(op, dy, x):
     return dy / below / below
 
 
-@gradient("Celu")
-def celu(op, dy, x, *, y, alpha):
-    """dX = dY exp(X / alpha) = dY (Y / alpha + 1) where X <= 0, else dY."""
-    return op.Where(x > 0, dy, dy * (y / alpha + 1))
-
-
-@gradient("Elu")
-def elu(op, dy, x, *, y, alpha):
-    """dX = dY alpha exp(X) = dY (Y + alpha) where X <= 0, else dY."""
-    return op.Where(x > 0, dy, dy * (y + alpha))
-
-
-@gradient("Selu")
-def selu(op, dy, x, *, y, alpha, gamma):
-    """dX = dY gamma alpha exp(X) = dY (Y + gamma alpha) where X <= 0, else gamma dY."""
-    return op.Where(x > 0, dy * gamma, dy * (y + gamma * alpha))
-
-
-@gradient("LeakyRelu")
-def leaky_relu(op, dy, x, *, alpha):
-    """dX = dY where X > 0, else alpha dY."""
-    return op.Where(x > 0, dy, dy * alpha)
-
-
 @gradient("PRelu", broadcasts=True)
 def prelu(op, dy, x, slope):
     """dX = dY where X > 0, else slope dY; dslope = X dY where X <= 0."""
     positive = x > 0
     return op.Where(positive, dy, dy * slope), op.Where(positive, 0, dy * x)
-
-
-@gradient("ThresholdedRelu")
-def thresholded_relu(op, dy, x, *, alpha):
-    """dX = dY where X > alpha, else 0."""
-    return op.Where(x > alpha, dy, 0)
-
-
-@gradient("Shrink")
-def shrink(op, dy, x, *, lambd):
-    """dX = dY where |X| > lambd, else 0."""
-    return op.Where(op.Abs(x) > lambd, dy, 0)
 
 
 @gradient("HardSwish")
@@ -199,9 +148,9 @@ def _swish_slope(s, swished, alpha):
 
 @gradient("Clip", broadcasts=(1, 2))
 def clip(op, dy, x, low, high, *, wanted):
-    """dX = dY within the bounds and at them; a bound gets dY where it cuts, the upper one alone if they are crossed.
+    """dX = dY within the bounds and at them; a bound gets dY where it clips, only the upper one if they cross.
 
-    Constant bounds 0 and 6 are those of ReLU6: dX = 0 at them.
+    At the constant bounds 0 and 6, those of ReLU6, dX = 0.
     """
     if wanted == [0] and low is not None and high is not None and is_relu6(low.value, high.value):
         return op.Where(op.And(x > 0, x < 6), dy, 0)
@@ -213,7 +162,7 @@ def clip(op, dy, x, low, high, *, wanted):
         below = x < low if high is None else op.And(x < low, low <= high)
         dlow = op.Where(below, dy, 0)
     bounds = [*([x >= low] if low is not None else []), *([x <= high] if high is not None else [])]
-    # Not x == y: ONNX Runtime may compute float16 in float32, and round only one of them.
+    # Not `Equal(x, y)`: ONNX Runtime may compute float16 in float32 and round only one of them.
     dx = op.Where(functools.reduce(op.And, bounds), dy, 0) if bounds else dy
     return dx, dlow, dhigh
 
@@ -221,22 +170,11 @@ def clip(op, dy, x, low, high, *, wanted):
 # ---- arithmetic of several tensors -----------------------------------------------------------------------------------
 
 
-@gradient("Add", broadcasts=True)
-def add(op, dy, a, b):
-    """Y = A + B: dA = dY, dB = dY."""
-    return dy, dy
-
-
-@gradient("Sub", broadcasts=True)
-def sub(op, dy, a, b):
-    """Y = A - B: dA = dY, dB = -dY."""
-    return dy, -dy
-
-
-@gradient("Mul", broadcasts=True)
-def mul(op, dy, a, b):
-    """Y = A B: dA = dY B, dB = dY A."""
-    return dy * b, dy * a
+gradient("Add", broadcasts=True)(lambda op, dy, a, b: (dy, dy))
+gradient("Sub", broadcasts=True)(lambda op, dy, a, b: (dy, -dy))
+gradient("Mul", broadcasts=True)(lambda op, dy, a, b: (dy * b, dy * a))
+gradient("Sum", broadcasts=True)(lambda op, dy, *xs: [dy] * len(xs))
+gradient("Mean", broadcasts=True)(lambda op, dy, *xs: [dy / len(xs)] * len(xs))
 
 
 @gradient("Div", broadcasts=True)
@@ -257,27 +195,22 @@ def mod(op, dy, a, b, *, y):
 def power(op, dy, x, exponent, *, y):
     """Y = X^p: dX = dY p X^(p-1), 0 for p = 0; dp = dY Y log X, 0 where X <= 0."""
     positive = x > 0
-    return _power_slope(op, dy, x, exponent), dy * (op.Where(positive, y, 0) * op.Log(op.Where(positive, x, 1)))
-
-
-def _power_slope(op, dy, x, exponent):
+    dexponent = dy * (op.Where(positive, y, 0) * op.Log(op.Where(positive, x, 1)))
     number = fixed_number(exponent)
     if number is not None:
-        return _fixed_power_slope(op, dy, x, number)
+        return _fixed_power_slope(op, dy, x, number), dexponent
     exponent = cast_like(op, exponent, x)
     scaled = dy * exponent
     zero_times_infinity = op.And(op.And(op.Equal(x, 0), exponent < 1), op.Equal(scaled, 0))
-    return scaled * op.Pow(op.Where(zero_times_infinity, 1, x), exponent - 1)
+    return scaled * op.Pow(op.Where(zero_times_infinity, 1, x), exponent - 1), dexponent
 
 
 def _fixed_power_slope(op, dy, x, exponent):
-    if exponent == 0:
-        return None
-    if exponent == 1:
-        return dy
+    if exponent in (0, 1):
+        return dy if exponent else None
     if exponent == 2:
         return dy * (x * 2)
-    # Where the slope is infinite (at 0) take the largest that there is near it, also where there is none (below 0).
+    # If the slope is infinite (at 0) or undefined (below 0), take the largest finite one near it.
     steepest = max(tiny(x), (largest(x) / 2) ** (1 / (exponent - 1))) if exponent < 1 else 0
     if exponent != round(exponent):
         x = op.Clip(x, steepest)
@@ -286,22 +219,9 @@ def _fixed_power_slope(op, dy, x, exponent):
     return dy * exponent * op.Pow(x, exponent - 1)
 
 
-@gradient("Sum", broadcasts=True)
-def variadic_sum(op, dy, *xs):
-    """dX = dY for each."""
-    return [dy for _ in xs]
-
-
-@gradient("Mean", broadcasts=True)
-def mean(op, dy, *xs):
-    """dX = dY / n for each of n."""
-    share = dy / len(xs)
-    return [share for _ in xs]
-
-
 @gradient("Max", "Min", broadcasts=True)
 def extreme(op, dy, *xs, y):
-    """dX = dY where X is the extreme; inputs that tie share it evenly."""
+    """dX = dY where X is the extreme; ties share it evenly."""
     if len(xs) == 1:
         return dy
     chosen = [op.Equal(x, y) for x in xs]

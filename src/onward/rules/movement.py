@@ -1,9 +1,10 @@
-"""Operators that move elements, repeat them or leave some out: their derivatives move them back."""
+"""Operators that move, repeat or drop elements: their derivatives move them back."""
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.constants import constant_ints
+from onward.rules.common import iota, rank
 from onward.rules.indexing import (
     END,
     along,
@@ -25,28 +26,19 @@ no_gradient("the result is a sequence of numbers, whose length depends on the in
 # ---- the same elements in another shape or type ----------------------------------------------------------------------
 
 
-@gradient("Reshape", "Flatten")
-def reshape(op, dy, x, *others):
-    """dX = dY in the shape of X."""
-    return shaped_like(op, dy, x)
-
-
-@gradient("Squeeze")
-def squeeze(op, dy, x, axes):
-    """dX = dY in the shape of X."""
-    return shaped_like(op, dy, x) if axes is None else op.Unsqueeze(dy, axes)
+gradient("Reshape", "Flatten")(lambda op, dy, x, *shape: shaped_like(op, dy, x))
+gradient("Squeeze")(lambda op, dy, x, axes: shaped_like(op, dy, x) if axes is None else op.Unsqueeze(dy, axes))
 
 
 @gradient("Unsqueeze")
 def unsqueeze(op, dy, x, axes):
-    """dX = dY in the shape of X. A single axis may be given as a number, which Squeeze does not take."""
-    is_number = axes.value.shape is not None and not axes.value.shape.rank()
-    return op.Squeeze(dy, op.Reshape(axes, [-1]) if is_number else axes)
+    """dX = dY in the shape of X. Unsqueeze takes a single axis also as a scalar, but Squeeze does not."""
+    return op.Squeeze(dy, op.Reshape(axes, [-1]) if rank(axes) == 0 else axes)
 
 
 @gradient("Cast", "CastLike", inputs=(0,))
 def cast(op, dy, x, *others):
-    """dX = dY in the type of X; none from or to a type that is not floating-point, unless it stands for one."""
+    """dX = dY in the type of X."""
     return op.CastLike(dy, x) if x.dtype is None else dy
 
 
@@ -62,7 +54,9 @@ def transpose(op, dy, x, *, perm):
 @gradient("DepthToSpace")
 def depth_to_space_gradient(op, dy, x, *, blocksize, mode):
     """dX = dY moved back to the channels."""
-    return op.SpaceToDepth(dy, blocksize=blocksize) if mode == "DCR" else _space_to_depth(op, dy, blocksize, mode)
+    if mode == "DCR":
+        return op.SpaceToDepth(dy, blocksize=blocksize)
+    return space_to_depth(op, dy, blocksize=blocksize, mode=mode)
 
 
 @gradient("SpaceToDepth")
@@ -73,29 +67,23 @@ def space_to_depth_gradient(op, dy, x, *, blocksize, mode):
 
 @body("DepthToSpace")
 def depth_to_space(op, x, *, blocksize, mode):
-    """Channels as blocks of the plane: these are the first part of the numbers of channels (DCR), or the last."""
-    height, width, sides = along(op, x, 2), along(op, x, 3), [blocksize, blocksize]
-    inside = [[0], sides, [-1]] if mode == "DCR" else [[0, -1], sides]
-    blocks = op.Reshape(x, join_shape(op, *inside, height, width))
+    """Move channels to blocks of the plane, whose index is the first axis of the channels (DCR) or the last (CRD)."""
+    height, width, block = along(op, x, 2), along(op, x, 3), [blocksize, blocksize]
+    blocks = op.Reshape(x, join_shape(op, *([[0], block, [-1]] if mode == "DCR" else [[0, -1], block]), height, width))
     blocks = op.Transpose(blocks, perm=[0, 3, 4, 1, 5, 2] if mode == "DCR" else [0, 1, 4, 2, 5, 3])
-    return op.Reshape(blocks, join_shape(op, [0, -1], *(_scale(op, n, blocksize) for n in (height, width))))
+    sides = ([n[0] * blocksize] if isinstance(n, list) else n * [blocksize] for n in (height, width))
+    return op.Reshape(blocks, join_shape(op, [0, -1], *sides))
 
 
 @body("SpaceToDepth")
 def space_to_depth(op, x, *, blocksize, mode="DCR"):
-    """The reverse."""
-    return _space_to_depth(op, x, blocksize, mode)
-
-
-def _space_to_depth(op, x, size, mode):
-    height, width = ([n[0] // size] if isinstance(n, list) else n / [size] for n in (along(op, x, 2), along(op, x, 3)))
-    blocks = op.Reshape(x, join_shape(op, [0, 0], height, [size], width, [size]))
+    size = [blocksize]
+    height, width = (
+        [n[0] // blocksize] if isinstance(n, list) else n / size for n in (along(op, x, 2), along(op, x, 3))
+    )
+    blocks = op.Reshape(x, join_shape(op, [0, 0], height, size, width, size))
     blocks = op.Transpose(blocks, perm=[0, 3, 5, 1, 2, 4] if mode == "DCR" else [0, 1, 3, 5, 2, 4])
     return op.Reshape(blocks, join_shape(op, [0, -1], height, width))
-
-
-def _scale(op, size, factor):
-    return [size[0] * factor] if isinstance(size, list) else size * [factor]
 
 
 @gradient("ReverseSequence")
@@ -106,25 +94,18 @@ def reverse_sequence_gradient(op, dy, x, lengths, *, batch_axis, time_axis):
 
 @body("ReverseSequence")
 def reverse_sequence(op, x, lengths, *, batch_axis, time_axis):
-    """The first `lengths` elements along the axis of time from the last to the first; the axes are the first two."""
-    time, example = (
-        op.Range(np.int64(0), op.Gather(op.Shape(x), np.int64(axis)), np.int64(1)) for axis in (time_axis, batch_axis)
-    )
-    time, (example, lengths) = (
-        op.Unsqueeze(time, [batch_axis]),
-        (op.Unsqueeze(n, [time_axis]) for n in (example, lengths)),
-    )
-    places = op.Where(time < lengths, lengths - 1 - time, time)
-    pair = (places, op.Expand(example, op.Shape(places)))[:: -1 if batch_axis == 0 else 1]
+    """Reverse the first `lengths` elements along the time axis; time and batch are the first two axes."""
+    time, example = (iota(op, op.Gather(op.Shape(x), np.int64(axis))) for axis in (time_axis, batch_axis))
+    time = op.Unsqueeze(time, [batch_axis])
+    example, lengths = (op.Unsqueeze(n, [time_axis]) for n in (example, lengths))
+    source = op.Where(time < lengths, lengths - 1 - time, time)
+    pair = (source, op.Expand(example, op.Shape(source)))[:: -1 if batch_axis == 0 else 1]
     return op.GatherND(x, op.Concat(*(op.Unsqueeze(n, [2]) for n in pair), axis=2))
-
-
-# ---- putting together and taking apart -------------------------------------------------------------------------------
 
 
 @gradient("Concat")
 def concat(op, dy, *xs, axis):
-    """dX_i = the part of dY that was X_i."""
+    """dX_i = the slice of dY that was X_i."""
     if len(xs) == 1:
         return dy
     return op.Split(dy, join_shape(op, *(along(op, x, axis) for x in xs)), axis=axis, outputs=len(xs))
@@ -132,22 +113,21 @@ def concat(op, dy, *xs, axis):
 
 @gradient("Split")
 def split(op, dys, x, sizes, *, ys, axis):
-    """dX = all dY_i behind each other, zeros where nothing depends on Y_i."""
-    named = [y if y.value.name else y.named("part") for y in ys]  # an output that is left out has a shape as well
+    """dX = all dY_i concatenated, zeros where nothing depends on Y_i."""
+    named = [y if y.value.name else y.named("unused") for y in ys]  # an omitted output also has a shape
     parts = [fill(op, extent(op, y), 0, x) if dy is None else dy for dy, y in zip(dys, named, strict=True)]
     return op.Concat(*parts, axis=axis)
 
 
-# ---- a part of the elements ------------------------------------------------------------------------------------------
-
-
 @gradient("Slice")
 def slice_(op, dy, x, starts, ends, axes, steps):
-    """dX = dY at the elements that were taken, else 0."""
+    """dX = dY at the elements of the slice, else 0."""
     if steps is not None and set(constant_ints(steps.value) or (0,)) != {1}:
         return undo_selection(op, dy, x, lambda numbers: op.Slice(numbers, starts, ends, axes, steps), "none")
-    axes = _first_axes(op, starts) if axes is None else axes
-    pads = _known_frame(x, starts, ends, axes)
+    if axes is None:  # the first ones, as many as there are starts
+        count = along(op, starts, 0)
+        axes = op.constant(list(range(count[0]))) if isinstance(count, list) else iota(op, op.Size(starts))
+    pads = _known_pads(x, starts, ends, axes)
     if pads is None:
         size, left, first = _sizes(op, x, axes), _sizes(op, dy, axes), _long(op, starts)
         if min(constant_ints(starts.value) or (-1,)) < 0:
@@ -157,26 +137,17 @@ def slice_(op, dy, x, starts, ends, axes, steps):
     return pad_axes(op, dy, pads, axes)
 
 
-def _first_axes(op, starts):
-    """The axes of a Slice that names none: the first ones, as many as it has starts."""
-    shape = starts.value.shape
-    if shape is not None and isinstance(shape[0], int):
-        return op.constant(list(range(shape[0])))
-    return op.Range(np.int64(0), op.Size(starts), np.int64(1))
-
-
-def _known_frame(x, starts, ends, axes):
-    """How many elements a slice leaves out in front of and behind what it takes, if that is certain."""
-    first, last = constant_ints(starts.value), constant_ints(ends.value)
-    over = constant_ints(axes.value)
+def _known_pads(x, starts, ends, axes):
+    """Return the numbers of elements before and after a slice; None if they are not known."""
+    first, last, over = (constant_ints(numbers.value) for numbers in (starts, ends, axes))
     if first is None or last is None or over is None or x.value.shape is None:
         return None
     sizes = [x.value.shape[axis] for axis in over]
     if not all(isinstance(size, int) for size in sizes):
         return None
-    parts = [range(size)[i:j] for size, i, j in zip(sizes, first, last, strict=True)]
-    behind = [size - part.start - len(part) for size, part in zip(sizes, parts, strict=True)]
-    return [part.start for part in parts] + behind
+    slices = [range(size)[i:j] for size, i, j in zip(sizes, first, last, strict=True)]
+    behind = [size - taken.start - len(taken) for size, taken in zip(sizes, slices, strict=True)]
+    return [taken.start for taken in slices] + behind
 
 
 @gradient("Trilu")
@@ -192,13 +163,13 @@ def center_crop_pad(op, dy, x, shape, *, axes):
 
 
 def _sizes(op, x, axes):
-    """The dimensions of `x` along the given axes, or along all of them."""
+    """Return the sizes of some axes of `x` (default: all)."""
     shape = op.Shape(x)
     return shape if axes is None else op.Gather(shape, axes)
 
 
 def _long_only(op, axes):
-    """The last input of a Slice, whose type must be that of the others."""
+    """Return the axes of a Slice as integers of the same type as its starts and ends."""
     return () if axes is None else (_long(op, axes),)
 
 
@@ -206,18 +177,12 @@ def _long(op, values):
     return values if values.dtype == ir.DataType.INT64 else op.Cast(values, to=ir.DataType.INT64)
 
 
-# ---- elements several times ------------------------------------------------------------------------------------------
-
-
-@gradient("Expand", broadcasts=(0,))
-def expand(op, dy, x, shape):
-    """dX = dY summed over the axes along which X was repeated."""
-    return dy
+gradient("Expand", broadcasts=(0,))(lambda op, dy, x, shape: dy)
 
 
 @gradient("Tile")
 def tile(op, dy, x, repeats):
-    """dX = the sum of all copies, which are the even axes of dY as (repeats_0, size_0, repeats_1, size_1, ...)."""
+    """dX = the sum over the even axes of dY as (repeats_0, size_0, repeats_1, size_1, ...)."""
     shape, count = extent(op, x), constant_ints(repeats.value)
     if isinstance(shape, list) and count is not None:
         pairs = [n for pair in zip(count, shape, strict=True) for n in pair]
@@ -227,29 +192,27 @@ def tile(op, dy, x, repeats):
     if x.value.shape is None:
         copies = op.Range(np.int64(0), op.Size(pairs), np.int64(2))
     else:
-        copies = list(range(0, 2 * x.value.shape.rank(), 2))
+        copies = list(range(0, 2 * rank(x), 2))
     return op.ReduceSum(reshape_to(op, dy, pairs), copies, keepdims=0, noop_with_empty_axes=1)
 
 
 @gradient("Pad", broadcasts=(2,))
 def pad(op, dy, x, pads, value, axes, *, mode):
-    """Constant: dX = the part of dY that was X, and the frame around it goes to the value; else each copy counts."""
+    """dX = dY cropped, and the padding goes to the value; in other modes, dX sums all copies of an element."""
     if mode != "constant":
         return undo_selection(op, dy, x, lambda numbers: pad_axes(op, numbers, pads, axes, mode=mode))
     frame = None if value is None else dy * pad_axes(op, filled_like(op, x, 0), pads, axes, op.scalar(1, x))
-    known = constant_ints(pads.value)
-    return _crop(op, dy, pads, axes) if known is None else _crop_by(op, dy, known, axes), None, frame
+    return _crop(op, dy, pads, axes), None, frame
 
 
 def _crop(op, dy, pads, axes):
-    """Undo padding with constants: leave out what was added; add zeros where pads are negative."""
-    begin, end = op.Split(op.Max(pads, 0), num_outputs=2, axis=0, outputs=2)
-    part = op.Slice(dy, begin, _sizes(op, dy, axes) - end, *_long_only(op, axes))
-    return pad_axes(op, part, op.Max(-pads, 0), axes)
-
-
-def _crop_by(op, dy, pads, axes):
-    """The same for pads that are known."""
+    """Undo padding with constants: crop the padding; add zeros where pads are negative."""
+    numbers = constant_ints(pads.value)
+    if numbers is None:
+        begin, end = op.Split(op.Max(pads, 0), num_outputs=2, axis=0, outputs=2)
+        cropped = op.Slice(dy, begin, _sizes(op, dy, axes) - end, *_long_only(op, axes))
+        return pad_axes(op, cropped, op.Max(-pads, 0), axes)
+    pads = numbers
     begin, end = pads[: len(pads) // 2], pads[len(pads) // 2 :]
     if max(pads, default=0) > 0:
         stop = [-n if n > 0 else END for n in end]

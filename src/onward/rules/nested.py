@@ -1,7 +1,7 @@
-"""Graphs nested in nodes, as rules see them: what they read from outside, and what they compute, once more.
+"""Graphs nested in nodes, for rules: captured values, and a copy of the nodes in another graph.
 
-A nested graph reads values of the graphs around it without naming them as inputs: it captures them. What it computes is
-not visible outside, so the graph of a gradient computes it again.
+A nested graph reads values of the graphs around it that are not its inputs: it captures them. Its own values are not
+visible outside, so the gradient graph computes them again.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from onward.errors import UnsupportedError
 from onward.model.walk import captured_values, graphs_in, is_random, nested_graphs, nested_nodes
 from onward.shapes import is_sequence
 from onward.standard import IR_VERSION
-from onward.transform.types import value_types
+from onward.transform.types import is_static, value_types
 
 
 def captured_and_active(node, active):
@@ -26,7 +26,7 @@ def captured_and_active(node, active):
 
 
 def copy_graph(op: Builder, graph: ir.Graph) -> ir.Graph:
-    """A nested graph once more, its values and nodes under names of their own."""
+    """Return a copy of a nested graph with new names of values and nodes."""
     copy = graph.clone(allow_outer_scope_values=True)
     for inner in graphs_in(copy):
         for value in (*inner.inputs, *inner.initializers.values(), *(v for node in inner for v in node.outputs)):
@@ -37,10 +37,10 @@ def copy_graph(op: Builder, graph: ir.Graph) -> ir.Graph:
     return copy
 
 
-def recompute(op, graph, given):
-    """The nodes of a nested graph once more, reading `given` for its inputs, in the graph of `op`; and its outputs."""
+def recompute(op, graph, inputs):
+    """Copy the nodes of a nested graph into the graph of `op`, reading `inputs`; return nodes and outputs."""
     copy = copy_graph(op, graph)
-    new = {old: expr.value for old, expr in zip(copy.inputs, given, strict=True)}
+    new = {old: expr.value for old, expr in zip(copy.inputs, inputs, strict=True)}
     for value in copy.initializers.values():
         new[value] = op.constant(value.const_value.numpy(), value.const_value.dtype).value
     outputs = [new.get(value, value) for value in copy.outputs]
@@ -55,10 +55,10 @@ def recompute(op, graph, given):
 
 
 def fill_in_types_of(op: Builder, nodes: Sequence[ir.Node]) -> None:
-    """Types and shapes of what the nodes compute, as far as they follow from what they read."""
+    """Infer types and shapes of the outputs of nodes from their inputs, in place."""
     read = [value for value in captured_values(nodes) if value.type is not None]
     # Declared symbols may be of the nested graph alone, so only numbers are certain.
-    untyped = {v.name: v for node in nodes for v in node.outputs if v.name and not (v.type and _is_static(v.shape))}
+    untyped = {v.name: v for node in nodes for v in node.outputs if v.name and not is_static(v)}
     if not untyped:
         return
     declared = {name: value.shape for name, value in untyped.items()}
@@ -71,7 +71,7 @@ def fill_in_types_of(op: Builder, nodes: Sequence[ir.Node]) -> None:
     for name, value in untyped.items():
         if name in types:
             for dim in _tensor_type(types[name].type).shape.dim:
-                if dim.dim_param not in symbols:  # made up by inference: it may mean something else in another graph
+                if dim.dim_param not in symbols:  # from inference: it may mean another size in another graph
                     dim.ClearField("dim_param")
             ir.serde.deserialize_value_info_proto(types[name], value)
         if value.shape is None:
@@ -79,16 +79,21 @@ def fill_in_types_of(op: Builder, nodes: Sequence[ir.Node]) -> None:
 
 
 def _tensor_type(type_proto):
-    """What a type says about tensors: those in a sequence or an Optional, if it is that of one."""
-    while (kind := type_proto.WhichOneof("value")) in ("sequence_type", "optional_type"):
-        type_proto = getattr(type_proto, kind).elem_type
+    """Return the type of the tensors in a sequence or Optional, or a tensor type itself."""
+    while (variant := type_proto.WhichOneof("value")) in ("sequence_type", "optional_type"):
+        type_proto = getattr(type_proto, variant).elem_type
     return type_proto.tensor_type
 
 
+def gradients_or_zeros(op, pull_back, nodes, seeds, values):
+    grads = pull_back(op, nodes, seeds, values)
+    return [grads[value] if value in grads else op.filled_like(value, 0) for value in values]
+
+
 def seeds_of(op, outputs, dys):
-    """The gradients of the outputs of a nested graph, one value of which may be several of them."""
+    """Return value -> gradient for the outputs of a nested graph; a value that is several outputs gets the sum."""
     seeds = {}
-    for value, dy in zip(outputs, dys, strict=False):  # a body may put out more: its inputs, to be saved
+    for value, dy in zip(outputs, dys, strict=False):  # a body may have more outputs: its saved inputs
         if dy is not None and is_float(value):
             seeds[value] = seeds[value] + op(dy.value) if value in seeds else op(dy.value)
     return seeds
@@ -99,8 +104,8 @@ def refuse_random(node):
         if is_random(inner):
             raise UnsupportedError(
                 f"`{inner.op_type}` (node `{inner.name}`) inside `{node.op_type}` (node `{node.name}`) draws random "
-                "numbers: its gradient, which computes the nested graph again, would draw others",
-                hint="draw them before the node, for all iterations at once",
+                "numbers: the gradient, which recomputes the nested graph, would draw others",
+                hint="draw the numbers of all iterations before the node",
             )
 
 
@@ -108,14 +113,10 @@ def refuse_sequences(node, captured):
     for value in captured:
         if is_sequence(value):
             raise UnsupportedError(
-                f"the body of `{node.op_type}` (node `{node.name}`) reads the sequence `{value.name}` as a whole: its "
-                f"gradient is a sequence that every iteration adds to, and `{node.op_type}` carries only tensors",
-                hint="write it as a Loop, or make the sequence one tensor before, with ConcatFromSequence",
+                f"the body of `{node.op_type}` (node `{node.name}`) captures the sequence `{value.name}`, "
+                f"whose gradient `{node.op_type}` cannot carry",
+                hint="write it as a `Loop`, or apply `ConcatFromSequence` to the sequence before it",
             )
-
-
-def _is_static(shape):
-    return shape is not None and all(isinstance(size, int) for size in shape)
 
 
 def is_float(value):
@@ -127,8 +128,8 @@ def several(results):
 
 
 def sum_by_value(gradients):
-    """Pairs of values and gradients, by value: one that is there twice has the sum."""
-    found = {}
+    """Return value -> gradient from pairs; the gradients of a value in several pairs are added."""
+    sums = {}
     for value, dx in gradients:
-        found[value] = found[value] + dx.like(value) if value in found else dx.like(value)
-    return found
+        sums[value] = sums[value] + dx.like(value) if value in sums else dx.like(value)
+    return sums

@@ -1,15 +1,15 @@
-"""Quantisation, by straight-through estimators: rounding counts as the identity, saturation as Clip.
+"""Quantization by straight-through estimators: rounding counts as the identity, saturation as Clip.
 
-A true derivative would be zero almost everywhere. Taken this way, QuantizeLinear followed by DequantizeLinear passes
-the gradient of what is in range, and gives the scale that of learned step size quantisation (LSQ). The gradient of a
-quantised tensor is a floating-point tensor of its shape. A zero point has none.
+The true derivative is zero almost everywhere. With the estimator, QuantizeLinear and DequantizeLinear pass on the
+gradient of elements in range, and the scale has the gradient of learned step size quantization (LSQ). The gradient of a
+quantized tensor is a float tensor of its shape. A zero point has none.
 """
 
 import numpy as np
 import onnx_ir as ir
 
 from onward.model import Model
-from onward.rules.common import cast_like, standard_attributes
+from onward.rules.common import cast_like, iota, rank, standard_attributes
 from onward.rules.convolution import conv
 from onward.rules.indexing import pad_axes
 from onward.rules.matrix import matmul
@@ -17,26 +17,26 @@ from onward.rules.registry import body, gradient, rewrite
 from onward.standard import STANDARD, is_standard
 
 _SLIDE = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
-_QUANTISED_BY_DEFAULT = ir.DataType.UINT8
+_DEFAULT_TYPE = ir.DataType.UINT8
 
 ROUNDED = frozenset(("ConvInteger", "DynamicQuantizeLinear", "MatMulInteger", "QuantizeLinear"))
-"""Operators whose results, although integers, have a gradient: they stand for what was rounded."""
+"""Operators whose integer results have a gradient, since they stand for floats."""
 MOVING = frozenset((
     "Cast", "Concat", "Expand", "Flatten", "Gather", "Identity", "MaxPool", "Reshape", "Slice", "Split", "Squeeze",
     "Tile", "Transpose", "Unsqueeze",
 ))  # fmt: skip
-"""Operators that hand such integers on."""
+"""Operators that move such integers."""
 
 
 def makes_rounded(domain: str, operator: str) -> bool:
-    """Whether the results of an operator are such integers, at once or after it was rewritten."""
+    """True if an operator, or its rewrite, returns integers that stand for floats."""
     if domain == "com.microsoft":
         return operator.startswith("Q")
     return domain in STANDARD and (operator in ROUNDED or operator.startswith("QLinear"))
 
 
 def rounds(model: Model) -> bool:
-    """Whether there are such operators in a model: frameworks' own derivatives of rounding are zero."""
+    """True if a model quantizes floats: the derivative of rounding in frameworks is zero."""
     return bool(_rounding(model))
 
 
@@ -48,7 +48,7 @@ def _rounding(model: Model) -> list[ir.Node]:
 
 
 def rounds_only_in_pairs(model: Model) -> bool:
-    """Whether all that is rounded is made floating-point numbers again at once, as frameworks can be taught to see."""
+    """True if each QuantizeLinear is followed by DequantizeLinear, which frameworks can differentiate."""
     return all(
         node.op_type == "QuantizeLinear"
         and not node.outputs[0].is_graph_output()
@@ -58,7 +58,7 @@ def rounds_only_in_pairs(model: Model) -> bool:
 
 
 def stands_for_floats(value: ir.Value) -> bool:
-    """Whether a value, if it is one of integers, is such: what rounding made, perhaps moved since."""
+    """True if an integer value is quantized floats, perhaps moved since."""
     pending, seen = [value], set()
     while pending:
         value = pending.pop()
@@ -78,14 +78,14 @@ def quantize_linear(op, dy, x, scale, zero_point, *, node, axis, block_size, out
     """Q = clip(round(X / scale) + zero): dX = dQ / scale, dscale = -sum(dQ X / scale^2), both 0 out of range."""
     spread = _broadcast_scale(op, scale, x, axis, block_size)
     declared = node.outputs[0].dtype or (zero_point.dtype if zero_point is not None else None)
-    dtype = declared or (ir.DataType(output_dtype) if output_dtype else _QUANTISED_BY_DEFAULT)
+    dtype = declared or (ir.DataType(output_dtype) if output_dtype else _DEFAULT_TYPE)
     ratio = cast_like(op, x, scale) / spread
     level = op.Round(ratio) if dtype.is_integer() else ratio
     if zero_point is not None:
         level = level + _broadcast_scale(op, cast_like(op, zero_point, scale), x, axis, block_size)
     in_range = op.And(level >= float(dtype.min), level <= float(dtype.max))
     dx = op.Where(in_range, cast_like(op, dy, scale) / spread, 0)
-    return dx, _gather_up(op, -(dx * ratio), scale, axis, block_size)
+    return dx, _sum_per_scale(op, -(dx * ratio), scale, axis, block_size)
 
 
 @gradient("DequantizeLinear", broadcasts=(1,), inputs=(0, 1))
@@ -95,12 +95,14 @@ def dequantize_linear(op, dy, x, scale, zero_point, *, axis, block_size):
     levels = cast_like(op, x, scale)
     if zero_point is not None:
         levels = levels - _broadcast_scale(op, cast_like(op, zero_point, scale), x, axis, block_size)
-    return dy * _broadcast_scale(op, scale, x, axis, block_size), _gather_up(op, dy * levels, scale, axis, block_size)
+    return dy * _broadcast_scale(op, scale, x, axis, block_size), _sum_per_scale(
+        op, dy * levels, scale, axis, block_size
+    )
 
 
 @gradient("DynamicQuantizeLinear")
 def dynamic_quantize_linear(op, dys, x, *, ys):
-    """As QuantizeLinear, with scale = (max(X, 0) - min(X, 0)) / 255; extremes that tie have equal parts in it."""
+    """As QuantizeLinear, with scale = (max(X, 0) - min(X, 0)) / 255; ties share its gradient evenly."""
     dy, dscale = (*dys, None)[:2]
     scale = ys[1]
     dx = None
@@ -113,14 +115,15 @@ def dynamic_quantize_linear(op, dys, x, *, ys):
     highest, lowest = op.ReduceMax(x, keepdims=0), op.ReduceMin(x, keepdims=0)
     high = cast_like(op, op.And(op.Equal(x, highest), x > 0), x)
     low = cast_like(op, op.And(op.Equal(x, lowest), x < 0), x)
-    extremes = high / _at_least_one(op, high) - low / _at_least_one(op, low)
+    share_high, share_low = (mask / op.Max(op.ReduceSum(mask, keepdims=0), 1) for mask in (high, low))
+    extremes = share_high - share_low
     through_extremes = extremes * (dscale / 255)
     return through_extremes if dx is None else dx + through_extremes
 
 
 @body("MatMulInteger")
 def matmul_integer(op, a, b, a_zero, b_zero):
-    """In float64, which is exact here, and has fast products everywhere."""
+    """Compute in float64, which is exact here and has fast matmuls everywhere."""
     exact = op.constant(np.float64(0))
     product = _levels(op, a, a_zero, exact, -2) @ _levels(op, b, b_zero, exact, -1)
     return op.Cast(product, to=ir.DataType.INT32)
@@ -135,7 +138,7 @@ def conv_integer(op, x, w, x_zero, w_zero, *, node):
 
 @gradient("MatMulInteger", broadcasts=(0, 1), inputs=(0, 1))
 def matmul_integer_gradient(op, dy, a, b, a_zero, b_zero):
-    """As MatMul of the levels, which are counted from the zero points."""
+    """As MatMul of the levels."""
     return matmul(op, dy, _levels(op, a, a_zero, dy, -2), _levels(op, b, b_zero, dy, -1))
 
 
@@ -148,23 +151,23 @@ def conv_integer_gradient(op, dy, x, w, x_zero, w_zero, *, y, auto_pad, dilation
 
 
 def _levels(op, x, zero, like, axis):
-    """Integers as floating-point numbers, counted from their zero point."""
+    """Return integers minus their zero point as floats."""
     levels = cast_like(op, x, like)
     if zero is None:
         return levels
     zero = cast_like(op, zero, like)
-    return levels - (_broadcast_scale(op, zero, x, axis, 0) if _rank(zero) == 1 else zero)
+    return levels - (_broadcast_scale(op, zero, x, axis, 0) if rank(zero) == 1 else zero)
 
 
 @rewrite("QLinearConv")
 def q_linear_conv(op, x, x_scale, x_zero, weights, w_scale, w_zero, y_scale, y_zero, bias, *, node):
-    """Dequantised, computed, and quantised again."""
-    y = conv_of_quantised(op, op.DequantizeLinear(x, x_scale, x_zero), x_scale, weights, w_scale, w_zero, bias, node)
+    """Dequantize, compute and quantize again."""
+    y = conv_of_quantized(op, op.DequantizeLinear(x, x_scale, x_zero), x_scale, weights, w_scale, w_zero, bias, node)
     return op.QuantizeLinear(y, y_scale, y_zero)
 
 
-def conv_of_quantised(op, x, x_scale, weights, w_scale, w_zero, bias, node):
-    """The Conv in it. The bias has the scale of the products."""
+def conv_of_quantized(op, x, x_scale, weights, w_scale, w_zero, bias, node):
+    """Return the Conv of a dequantized image and dequantized weights. The bias has the scale of the products."""
     return op.Conv(
         x,
         op.DequantizeLinear(weights, w_scale, w_zero, axis=0),
@@ -175,26 +178,20 @@ def conv_of_quantised(op, x, x_scale, weights, w_scale, w_zero, bias, node):
 
 @rewrite("QLinearMatMul")
 def q_linear_matmul(op, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero):
-    """The same; there may be a scale for each row of A and Y, and for each column of B."""
+    """Dequantize, compute and quantize again. A and Y may have a scale per row, B one per column."""
     product = op.DequantizeLinear(a, a_scale, a_zero, axis=-2) @ op.DequantizeLinear(b, b_scale, b_zero, axis=-1)
     return op.QuantizeLinear(product, y_scale, y_zero, axis=-2)
 
 
-def _at_least_one(op, mask):
-    """How many there are, or 1."""
-    return op.Max(op.ReduceSum(mask, keepdims=0), 1)
-
-
-# ---- one scale for a tensor, for each index of an axis, or for each block along an axis ------------------------------
+# ---- scales per tensor, axis or block --------------------------------------------------------------------------------
 
 
 def _broadcast_scale(op, scale, x, axis, block_size):
-    """The scale in a shape that broadcasts with x."""
+    """Reshape a scale to broadcast with x."""
     if block_size:
         length = op.Squeeze(op.Gather(op.Shape(x), [axis]), [0])
-        positions = op.Range(np.int64(0), length, np.int64(1))
-        return op.Gather(scale, positions / block_size, axis=axis)
-    if _rank(scale) == 0:
+        return op.Gather(scale, iota(op, length) / block_size, axis=axis)
+    if rank(scale) == 0:
         return scale
     after = _axes_after(op, x, axis)
     if isinstance(after, int):
@@ -203,41 +200,35 @@ def _broadcast_scale(op, scale, x, axis, block_size):
     return op.Reshape(scale, op.Concat([-1], ones, axis=0))
 
 
-def _gather_up(op, values, scale, axis, block_size):
-    """Sum over what shares a scale; where that is all, the driver sums up."""
+def _sum_per_scale(op, values, scale, axis, block_size):
+    """Sum the elements of each scale; the driver sums if there is only one."""
     if block_size:
         return _sum_blocks(op, values, scale, axis, block_size)
-    if _rank(scale) == 0 or _rank(values) == 1:
+    if rank(scale) == 0 or rank(values) == 1:
         return values
-    after, rank = _axes_after(op, values, axis), _rank(values)
-    if isinstance(after, int) and rank is not None:
-        return op.ReduceSum(values, [i for i in range(rank) if i != rank - 1 - after], keepdims=0)
-    rank = op.Size(op.Shape(values))
-    kept = rank - 1 - after
-    one = np.int64(1)
-    axes = op.Concat(op.Range(np.int64(0), kept, one), op.Range(kept + 1, rank, one), axis=0)
+    after, last = _axes_after(op, values, axis), rank(values)
+    if isinstance(after, int) and last is not None:
+        return op.ReduceSum(values, [i for i in range(last) if i != last - 1 - after], keepdims=0)
+    last = op.Size(op.Shape(values))
+    axis = last - 1 - after
+    axes = op.Concat(iota(op, axis), op.Range(axis + 1, last, np.int64(1)), axis=0)
     return op.ReduceSum(values, axes, keepdims=0, noop_with_empty_axes=1)
 
 
 def _sum_blocks(op, values, scale, axis, block_size):
-    """Sum over blocks of an axis, of which the last may be short."""
+    """Sum over blocks of an axis; the last one may be shorter."""
     blocks = op.Gather(op.Shape(scale), [axis])
     missing = blocks * block_size - op.Gather(op.Shape(values), [axis])
     whole = pad_axes(op, values, op.Concat([0], missing, axis=0), [axis])
-    rank = _rank(values)
-    after = [] if axis == -1 or axis + 1 == rank else [op.Shape(values, start=axis + 1)]
+    after = [] if axis == -1 or axis + 1 == rank(values) else [op.Shape(values, start=axis + 1)]
     before = [] if axis == 0 else [op.Shape(values, end=axis)]
     shape = op.Concat(*before, blocks, [block_size], *after, axis=0)
     return op.ReduceSum(op.Reshape(whole, shape), [axis + 1 if axis >= 0 else axis], keepdims=0)
 
 
 def _axes_after(op, x, axis):
-    """How many axes come after `axis`: a number, or known only at run time. A vector has but one."""
-    rank = _rank(x)
-    if rank is not None:
-        return 0 if rank < 2 else rank - 1 - axis % rank
+    """Return the number of axes behind `axis`, a number or a tensor; 0 for a vector."""
+    axes = rank(x)
+    if axes is not None:
+        return 0 if axes < 2 else axes - 1 - axis % axes
     return -1 - axis if axis < 0 else op.Size(op.Shape(x)) - (1 + axis)
-
-
-def _rank(x):
-    return None if x.value.shape is None else x.value.shape.rank()

@@ -1,13 +1,13 @@
-"""Recurrent layers: LSTM, GRU and RNN, which are differentiated as a Scan over the time steps.
+"""LSTM, GRU and RNN, which are differentiated as a Scan over the time steps.
 
-All three are one skeleton around a cell. What does not depend on the state is computed before the Scan, for all time
-steps at once: the products of the inputs with the weights. In the Scan, a cell multiplies the state with the recurrent
-weights and does the rest element by element. Products are Gemm, which takes weights as they are stored, a row for each
-unit of a gate, and whose gradients need no transposed copy of them either.
+All three have one structure around a cell. The matmuls of the inputs, which do not depend on the state, are computed
+before the Scan, for all time steps at once. In the Scan, a cell multiplies the state by the recurrent weights; the rest
+is elementwise. All matmuls are Gemm, which takes the weights as stored, a row for each unit of a gate. So their
+gradients need no transposed copies either.
 
-Where sequences have lengths of their own, a state stays as it is in the steps beyond a sequence's end. This serves both
-directions: forward, the last state is that at the end of the sequence; backward, the first state is still there when
-the end of the sequence is reached.
+If sequences have lengths, the state does not change in the steps behind the end of a sequence. This works in both
+directions: forward, the last state is the one at the end of the sequence; backward, the initial state is unchanged when
+the Scan reaches the end of the sequence.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr
 from onward.model.walk import attributes
+from onward.rules.common import iota
 from onward.rules.indexing import along, extent, fill, join_shape, reshape_to
 from onward.rules.registry import rewrite
 
@@ -29,38 +30,38 @@ from onward.rules.registry import rewrite
 
 @dataclasses.dataclass
 class _Cell:
-    """One direction of a layer, ready for the Scan."""
+    """The body of the Scan for one direction of a layer."""
 
     inputs: Sequence[tuple[Expr, Expr | None]]
-    """Weights and bias of products of the inputs, each of which gives an item for every step."""
+    """Weights and biases of matmuls of the inputs; each gives an item per step."""
     step: Callable[..., Any]
-    """`(op, *states, *items)` -> the new states, of which the first is the hidden one."""
+    """`(op, *states, *items)` -> new states, the hidden state first."""
 
 
 @rewrite("RNN")
 def rnn(op, x, w, r, b, lengths, initial_h, *, node):
     """Ht = f(Xt W' + Ht-1 R' + Wb + Rb)."""
 
-    def cell(given, f):
+    def cell(direction, f):
         def step(op, hidden, item):
-            return [f(op, _affine(op, hidden, given.r, item))]
+            return [f(op, _affine(op, hidden, direction.r, item))]
 
-        return _Cell([(given.w, both_biases(op, given.b))], step)
+        return _Cell([(direction.w, both_biases(op, direction.b))], step)
 
     return _by_scan(op, node, cell, x, w, r, b, None, lengths, initial_h)
 
 
 @rewrite("GRU")
 def gru(op, x, w, r, b, lengths, initial_h, *, node, linear_before_reset):
-    """Ht = (1 - zt) ht + zt Ht-1, with the gates z and r in one product, and another one for the candidate h."""
+    """Ht = (1 - zt) ht + zt Ht-1, with one matmul for the gates z and r, and one for the candidate h."""
 
-    def cell(given, f, g):
-        parts = given.sizes.parts
-        w_gates, w_candidate = op.Split(given.w, parts(2, 1), axis=0, outputs=2)
-        r_gates, r_candidate = op.Split(given.r, parts(2, 1), axis=0, outputs=2)
+    def cell(direction, f, g):
+        sizes = direction.sizes.multiples(2, 1)
+        w_gates, w_candidate = op.Split(direction.w, sizes, axis=0, outputs=2)
+        r_gates, r_candidate = op.Split(direction.r, sizes, axis=0, outputs=2)
         b_gates = b_candidate = b_inner = None
-        if given.b is not None:
-            b_gates, b_candidate, b_inner = gru_biases(op, given)
+        if direction.b is not None:
+            b_gates, b_candidate, b_inner = gru_biases(op, direction)
             b_candidate = b_candidate if linear_before_reset else b_candidate + b_inner
 
         def step(op, hidden, gates, candidate):
@@ -80,47 +81,47 @@ def gru(op, x, w, r, b, lengths, initial_h, *, node, linear_before_reset):
 
 @rewrite("LSTM")
 def lstm(op, x, w, r, b, lengths, initial_h, initial_c, p, *, node, input_forget):
-    """Ct = ft Ct-1 + it ct, Ht = ot h(Ct), with the gates i, o, f and the candidate c in one product."""
+    """Ct = ft Ct-1 + it ct, Ht = ot h(Ct), with one matmul for the gates i, o, f and the candidate c."""
 
-    def cell(given, f, g, h):
-        parts = given.sizes.parts(3, 1)
-        if given.p is not None:
-            p_input, p_output, p_forget = op.Split(given.p, num_outputs=3, axis=0, outputs=3)
+    def cell(direction, f, g, h):
+        sizes, peephole = direction.sizes.multiples(3, 1), direction.p is not None
+        if peephole:
+            p_input, p_output, p_forget = op.Split(direction.p, num_outputs=3, axis=0, outputs=3)
 
         def step(op, hidden, memory, item):
-            gates, candidate = op.Split(_affine(op, hidden, given.r, item), parts, axis=-1, outputs=2)
-            gates = f(op, gates) if given.p is None else gates
+            gates, candidate = op.Split(_affine(op, hidden, direction.r, item), sizes, axis=-1, outputs=2)
+            gates = gates if peephole else f(op, gates)
             input_, output, forget = op.Split(gates, num_outputs=3, axis=-1, outputs=3)
-            if given.p is not None:
+            if peephole:
                 input_, forget = f(op, input_ + memory * p_input), f(op, forget + memory * p_forget)
             forget = 1 - input_ if input_forget else forget
             memory = forget * memory + input_ * g(op, candidate)
-            if given.p is not None:
+            if peephole:
                 output = f(op, output + memory * p_output)
             return [output * h(op, memory), memory]
 
-        return _Cell([(given.w, both_biases(op, given.b))], step)
+        return _Cell([(direction.w, both_biases(op, direction.b))], step)
 
     return _by_scan(op, node, cell, x, w, r, b, p, lengths, initial_h, initial_c)
 
 
 def _affine(op, x, weights, bias):
-    """X W' + B."""
     return op.Gemm(x, weights, *(() if bias is None else (bias,)), transB=1)
 
 
 def both_biases(op: Builder, b: Expr | None) -> Expr | None:
-    """Wb + Rb."""
+    """Return Wb + Rb."""
     if b is None:
         return None
     of_inputs, of_states = op.Split(b, num_outputs=2, axis=0, outputs=2)
     return of_inputs + of_states
 
 
-def gru_biases(op: Builder, given: Direction) -> tuple[Expr, Expr, Expr]:
-    """Wb + Rb of the gates z and r, then both of the candidate."""
-    gates, candidate, more, inner = op.Split(given.b, given.sizes.parts(2, 1, 2, 1), axis=0, outputs=4)
-    return gates + more, candidate, inner
+def gru_biases(op: Builder, direction: Direction) -> tuple[Expr, Expr, Expr]:
+    """Return Wb + Rb of the gates z and r, then Wb and Rb of the candidate."""
+    sizes = direction.sizes.multiples(2, 1, 2, 1)
+    w_gates, w_candidate, r_gates, r_candidate = op.Split(direction.b, sizes, axis=0, outputs=4)
+    return w_gates + r_gates, w_candidate, r_candidate
 
 
 # ---- activation functions --------------------------------------------------------------------------------------------
@@ -138,30 +139,30 @@ _ACTIVATIONS = {
     "Tanh": ((), lambda op, x: op.Tanh(x)),
     "ThresholdedRelu": ((1,), lambda op, x, alpha: op.ThresholdedRelu(x, alpha=alpha)),
 }
-"""The default of alpha, and that of beta, for functions that have them; and the function."""
+"""Activation -> defaults of alpha and beta, as far as it has them; function."""
 
 
 def _activations(names, alphas, betas, clip):
-    """The functions `(op, x) -> y`; those that have an alpha or a beta take the next one of the list, if there is."""
+    """Return functions `(op, x) -> y`; each takes its alpha and beta, if any, from the front of the lists."""
     numbers = [iter(alphas or ()), iter(betas or ())]
 
     def activation(name):
         defaults, function = _ACTIVATIONS[name]
-        chosen = [float(next(given, default)) for given, default in zip(numbers, defaults, strict=False)]
-        return lambda op, x: function(op, x if clip is None else op.Clip(x, -clip, clip), *chosen)
+        parameters = [float(next(values, default)) for values, default in zip(numbers, defaults, strict=False)]
+        return lambda op, x: function(op, x if clip is None else op.Clip(x, -clip, clip), *parameters)
 
     return [activation(name) for name in names]
 
 
-# ---- the skeleton ----------------------------------------------------------------------------------------------------
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 FUNCTIONS = {"RNN": ["Tanh"], "GRU": ["Sigmoid", "Tanh"], "LSTM": ["Sigmoid", "Tanh", "Tanh"]}
-"""The activation functions that a layer has unless it names others."""
+"""Layer -> default activation functions."""
 
 
 @dataclasses.dataclass
 class Direction:
-    """One direction of a layer: what it is computed with."""
+    """One direction of a layer: its weights, initial states and sizes."""
 
     index: int
     backwards: bool
@@ -170,18 +171,18 @@ class Direction:
     b: Expr | None
     p: Expr | None
     states: Sequence[Expr]
-    """To begin with."""
+    """Initial states."""
     sizes: SequenceSizes
     inside: Expr | None
-    """Whether a step is inside a sequence, if these have lengths of their own."""
+    """Mask of the steps within each sequence; None if sequences have no lengths."""
 
 
 def layer(
     op: Builder, node: ir.Node, run: Callable[[Direction], list[Expr | None]], *inputs: Expr | None
 ) -> list[Expr | None]:
-    """The outputs of a layer: the hidden states after all steps, if they are wanted, and the last states.
+    """Return the outputs of a layer: the hidden states after each step, or None if unused, and the last states.
 
-    `run(direction)` goes through all steps: the hidden states after each, or None, and the last states.
+    `run(direction)` returns the same for one direction.
     """
     settings = attributes(node, op.opset)
     x, w, r, b, p, lengths, *initial = inputs
@@ -190,39 +191,36 @@ def layer(
     backwards = {"forward": [False], "reverse": [True], "bidirectional": [False, True]}[settings["direction"]]
     inside = None
     if lengths is not None:
-        inside = _inside(op, x, lengths)
-        x = op.Where(inside, x, 0)  # beyond the end it may be anything, and infinity times a gradient of 0 is not 0
-    parts = zip(*(_per_direction(op, value, len(backwards)) for value in (w, r, b, p, *initial)), strict=True)
+        steps = iota(op, op.Squeeze(op.Shape(x, start=0, end=1), [0]))
+        inside = op.Unsqueeze(steps, [1, 2]) < op.Unsqueeze(op.Cast(lengths, to=ir.DataType.INT64), [0, 2])
+        x = op.Where(inside, x, 0)  # behind the end it may be infinite, and infinity times a gradient of 0 is not 0
+    operands = zip(*(_per_direction(op, value, len(backwards)) for value in (w, r, b, p, *initial)), strict=True)
     runs = []
-    for i, (w_, r_, b_, p_, *states) in enumerate(parts):
-        _say_sizes(node, settings["hidden_size"], x, w_, r_, b_)
+    for i, (w_, r_, b_, p_, *states) in enumerate(operands):
+        _declare_weights(node, settings["hidden_size"], x, w_, r_, b_)
         sizes = SequenceSizes(op, x, r_)
         states = [sizes.state(state) for state in states]
         runs.append(run(Direction(i, backwards[i], w_, r_, b_, p_, states, sizes, inside)))
-    every, *last = zip(*runs, strict=True)
-    if inside is not None and every[0] is not None:
-        every = tuple(op.Where(inside, states, 0) for states in every)
+    hidden, *last = zip(*runs, strict=True)
+    if inside is not None and hidden[0] is not None:
+        hidden = tuple(op.Where(inside, states, 0) for states in hidden)
     batch_first = settings["layout"] == 1
     return [
-        None if every[0] is None else _side_by_side(op, every, 1, [2, 0, 1, 3] if batch_first else None),
+        None if hidden[0] is None else _side_by_side(op, hidden, 1, [2, 0, 1, 3] if batch_first else None),
         *(_side_by_side(op, states, 0, [1, 0, 2] if batch_first else None) for states in last),
     ]
 
 
 def _by_scan(op, node, cell, *inputs):
-    """The outputs of a layer whose steps are those of a Scan."""
+    """Return the outputs of a layer that runs as a Scan."""
     settings = attributes(node, op.opset)
     functions = FUNCTIONS[node.op_type]
-    chosen = _activations(
-        settings["activations"] or functions * 2,
-        settings["activation_alpha"],
-        settings["activation_beta"],
-        settings["clip"],
-    )
+    alpha, beta = settings["activation_alpha"], settings["activation_beta"]
+    chosen = _activations(settings["activations"] or functions * 2, alpha, beta, settings["clip"])
 
-    def run(given):
-        made = cell(given, *chosen[given.index * len(functions) :][: len(functions)])
-        return _scan(op, given, made, stacked=bool(node.outputs[0].name))
+    def run(direction):
+        functions_of_direction = chosen[direction.index * len(functions) :][: len(functions)]
+        return _scan(op, direction, cell(direction, *functions_of_direction), stacked=bool(node.outputs[0].name))
 
     return layer(op, node, run, *inputs)
 
@@ -230,42 +228,36 @@ def _by_scan(op, node, cell, *inputs):
 _GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 
 
-def _say_sizes(node, hidden, x, w, r, b):
-    """Give weights the shapes that follow from the hidden size: exporters compute weights, and leave open how large.
+def _declare_weights(node, hidden, x, w, r, b):
+    """Declare the shapes of weights from the hidden size: some exporters compute weights without declared sizes.
 
-    Where a size is not known, every gradient looks in every step of the Scan for axes that were broadcast.
+    With an unknown size, every gradient would look for broadcast axes in every step of the Scan.
     """
     if not hidden:
         return
     rows, inputs = _GATES[node.op_type] * hidden, None if x.value.shape is None else x.value.shape[-1]
     for value, shape in ((w, [rows, inputs]), (r, [rows, hidden]), (b, [2 * rows])):
         if value is not None and (value.value.shape is None or not value.value.shape.is_static()):
-            _shape_or_none(value, *shape)
-
-
-def _inside(op, x, lengths):
-    """Whether a step is inside a sequence: (steps, batch, 1)."""
-    steps = op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=0, end=1), [0]), np.int64(1))
-    return op.Unsqueeze(steps, [1, 2]) < op.Unsqueeze(op.Cast(lengths, to=ir.DataType.INT64), [0, 2])
+            _with_shape(value, *shape)
 
 
 def _per_direction(op, value, count):
-    """The parts of weights or states that belong to each direction."""
+    """Split weights or states by direction."""
     if value is None:
         return [None] * count
-    parts = op.Split(value, num_outputs=2, axis=0, outputs=2) if count == 2 else [value]
-    return [op.Squeeze(part, [0]) for part in parts]
+    slices = op.Split(value, num_outputs=2, axis=0, outputs=2) if count == 2 else [value]
+    return [op.Squeeze(x, [0]) for x in slices]
 
 
 def _side_by_side(op, results, axis, order):
-    """The results of the directions along a new axis, then the axes in another order."""
-    parts = [op.Unsqueeze(result, [axis]) for result in results]
-    whole = parts[0] if len(parts) == 1 else op.Concat(*parts, axis=axis)
+    """Stack the results of the directions along a new axis, then transpose."""
+    unsqueezed = [op.Unsqueeze(result, [axis]) for result in results]
+    whole = unsqueezed[0] if len(unsqueezed) == 1 else op.Concat(*unsqueezed, axis=axis)
     return whole if order is None else op.Transpose(whole, perm=order)
 
 
 class SequenceSizes:
-    """The sizes that the tensors of one direction share: numbers where they are known, else symbols."""
+    """Sizes that the tensors of one direction share: numbers if known, else symbols."""
 
     def __init__(self, op, x, r):
         self.op, self.x, self.r = op, x, r
@@ -277,45 +269,43 @@ class SequenceSizes:
         unnamed = size is None or (isinstance(size, ir.SymbolicDim) and size.value is None)
         return ir.SymbolicDim(self.op.names.fresh(name)) if unnamed else size
 
-    def parts(self, *multiples):
-        """Multiples of the hidden size, for a Split."""
+    def multiples(self, *factors):
+        """Return multiples of the hidden size, for a Split."""
         if isinstance(self.hidden, int):
-            return [n * self.hidden for n in multiples]
-        return self.op.Shape(self.r, start=1) * np.array(multiples)
+            return [n * self.hidden for n in factors]
+        return self.op.Shape(self.r, start=1) * np.array(factors)
 
-    def state(self, given):
-        """A state to begin with, zeros if none is given."""
-        if given is None:
+    def state(self, initial):
+        """Return an initial state (default: zeros)."""
+        if initial is None:
             shape = join_shape(self.op, extent(self.op, self.x, 1, 2), extent(self.op, self.r, 1, 2))
-            given = fill(self.op, shape, 0, self.x)
-        return self.of_state(given)
+            initial = fill(self.op, shape, 0, self.x)
+        return self.of_state(initial)
 
     def of_state(self, state: Expr) -> Expr:
-        return _shape_or_none(state, self.batch, self.hidden)
+        return _with_shape(state, self.batch, self.hidden)
 
     def of_states(self, states: Expr) -> Expr:
-        """Those after all steps."""
-        return _shape_or_none(states, self.steps, self.batch, self.hidden)
+        return _with_shape(states, self.steps, self.batch, self.hidden)
 
     def items(self, weights: Expr, bias: Expr | None) -> Expr:
-        """The product of the inputs of all steps with weights: (steps, batch, rows of the weights)."""
+        """Return the matmul of the inputs of all steps and weights: (steps, batch, rows of the weights)."""
         op = self.op
         rows = op.Reshape(self.x, join_shape(op, [-1], along(op, weights, 1)))
-        result = reshape_to(
-            op, _affine(op, rows, weights, bias), join_shape(op, extent(op, self.x, 0, 2), along(op, weights, 0))
-        )
+        shape = join_shape(op, extent(op, self.x, 0, 2), along(op, weights, 0))
+        result = reshape_to(op, _affine(op, rows, weights, bias), shape)
         width = weights.value.shape[0] if weights.value.shape is not None else None
-        return _shape_or_none(result, self.steps, self.batch, width)
+        return _with_shape(result, self.steps, self.batch, width)
 
 
-def _shape_or_none(x, *shape):
+def _with_shape(x, *shape):
     x.value.shape = ir.Shape(shape)
     return x
 
 
-def _scan(op, given, cell, stacked):
-    """Go through all steps: the hidden states after each, or None if they are not wanted; and the last states."""
-    sizes, states, inside = given.sizes, given.states, given.inside
+def _scan(op, direction, cell, stacked):
+    """Run all steps; return the hidden states after each if `stacked`, else None, and the last states."""
+    sizes, states, inside = direction.sizes, direction.states, direction.inside
     items = [sizes.items(weights, bias) for weights, bias in cell.inputs]
     items += [] if inside is None else [inside]
 
@@ -339,8 +329,8 @@ def _scan(op, given, cell, stacked):
         outputs=len(states) + stacked,
         body=op.subgraph(step, entries, name="cell"),
         num_scan_inputs=len(items),
-        scan_input_directions=[1] * len(items) if given.backwards else None,
-        scan_output_directions=[1] if given.backwards and stacked else None,
+        scan_input_directions=[1] * len(items) if direction.backwards else None,
+        scan_output_directions=[1] if direction.backwards and stacked else None,
     )
     results = list(results) if isinstance(results, tuple) else [results]
     last = [sizes.of_state(state) for state in results[: len(states)]]

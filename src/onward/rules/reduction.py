@@ -6,7 +6,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import DOMAIN
-from onward.rules.common import cast_like, finite
+from onward.rules.common import cast_like, finite, iota
+from onward.rules.indexing import filled_like
 from onward.rules.registry import gradient, no_gradient
 from onward.shapes import dims
 
@@ -14,10 +15,10 @@ no_gradient("the result is made of integers", "ArgMax", "ArgMin")
 
 
 def _keep_axes(op, reduced, axes, keepdims):
-    """A result of a reduction with the reduced axes as 1, so that it broadcasts with the operand.
+    """Return a result of a reduction with the reduced axes of size 1, so that it broadcasts with the operand.
 
-    Without axes either everything is reduced, and a scalar broadcasts as it is, or nothing (`noop_with_empty_axes`),
-    and the shape is that of the operand. The same holds for axes that turn out to be empty.
+    Without axes, or with empty ones, either all axes were reduced and a scalar broadcasts anyway, or none
+    (`noop_with_empty_axes`) and the shape is already right.
     """
     return reduced if keepdims or axes is None else op.Unsqueeze(reduced, axes)
 
@@ -39,7 +40,7 @@ def reduce_mean(op, dy, x, axes, *, keepdims):
 
 
 def _share(op, reduced, x):
-    """1 / how many elements of `x` make one of `reduced`."""
+    """Return 1 / n for n elements of `x` per element of `reduced`."""
     small, large = dims(reduced.value), dims(x.value)
     if small is not None and large is not None and all(isinstance(n, int) and n > 0 for n in (*small, *large)):
         return math.prod(small) / math.prod(large)
@@ -91,21 +92,20 @@ def reduce_extreme(op, dy, x, axes, *, y, keepdims, noop_with_empty_axes):
 def reduce_prod(op, dy, x, axes, *, y, keepdims, noop_with_empty_axes):
     """dX = dY times the product of the other elements: Y / X where X is not 0.
 
-    Where it is, the product is taken anew with 1 in its place, for the first and the last zero. Between them it is 0,
-    and so is its derivative. Exact to the second derivative, and to any with fewer than three zeros.
+    For the first and the last zero, the product is computed again with 1 instead. Between them it is 0, and so is its
+    derivative. The second derivative is exact; higher ones are with fewer than three zeros.
     """
 
-    def reduced(reduce, operand):
-        return reduce(operand, axes, keepdims=1, noop_with_empty_axes=noop_with_empty_axes)
+    options = {"keepdims": 1, "noop_with_empty_axes": noop_with_empty_axes}
 
     def without(element):
-        return reduced(op.ReduceProd, op.Where(element, 1, x))
+        return op.ReduceProd(op.Where(element, 1, x), axes, **options)
 
     zero = op.Equal(x, 0)
     size = op.Size(x)
-    position = op.Reshape(op.Range(np.int64(0), size, np.int64(1)), op.Shape(x), allowzero=1)
-    first = op.Equal(position, reduced(op.ReduceMin, op.Where(zero, position, size)))
-    last = op.Equal(position, reduced(op.ReduceMax, op.Where(zero, position, np.int64(-1))))
+    position = op.Reshape(iota(op, size), op.Shape(x), allowzero=1)
+    first = op.Equal(position, op.ReduceMin(op.Where(zero, position, size), axes, **options))
+    last = op.Equal(position, op.ReduceMax(op.Where(zero, position, np.int64(-1)), axes, **options))
     quotient = _keep_axes(op, y, axes, keepdims) / op.Where(zero, 1, x)
     others = op.Where(first, without(first), op.Where(last, without(last), op.Where(zero, 0, quotient)))
     return _keep_axes(op, dy, axes, keepdims) * others
@@ -113,15 +113,15 @@ def reduce_prod(op, dy, x, axes, *, y, keepdims, noop_with_empty_axes):
 
 @gradient("CumSum")
 def cum_sum(op, dy, x, axis, *, exclusive, reverse):
-    """dX: the cumulative sum of dY from the other end."""
+    """dX = the cumulative sum of dY from the other end."""
     return op.CumSum(dy, axis, exclusive=exclusive, reverse=1 - reverse)
 
 
 @gradient("CumProd")
 def cum_prod(op, dy, x, axis, *, exclusive, reverse):
-    """dX_i = the sum of dY_k times the product of all factors of Y_k but X_i, for the k of which X_i is a factor.
+    """dX_i = the sum of dY_k times the product of all factors of Y_k except X_i, over the k with a factor X_i.
 
-    All these products are formed, n^2 for n elements, as no quotient is right at zeros.
+    The rule computes all n^2 products for n elements, since quotients fail at zeros.
     """
     shape = op.Shape(x)
     axis = op.Reshape(cast_like(op, axis, shape), [1])
@@ -130,7 +130,7 @@ def cum_prod(op, dy, x, axis, *, exclusive, reverse):
     after = op.ReduceProd(op.Slice(shape, axis + np.int64(1), op.Shape(shape)), keepdims=1)
     length = op.Gather(shape, axis)
     table = op.Concat(before, [1], length, after, axis=0)
-    index = op.Range(np.int64(0), op.Squeeze(length, [0]), np.int64(1))
+    index = iota(op, op.Squeeze(length, [0]))
     left_out, product = op.Unsqueeze(index, [1, 2]), op.Unsqueeze(index, [1])
     factors = op.Where(op.Equal(left_out, product), 1, op.Reshape(x, table, allowzero=1))
     products = op.CumProd(factors, np.int64(2), exclusive=exclusive, reverse=reverse)
@@ -142,14 +142,14 @@ def cum_prod(op, dy, x, axis, *, exclusive, reverse):
 
 @gradient("TopK")
 def top_k(op, dys, x, k, *, ys, axis):
-    """dX = dY where an element was taken from, else 0."""
+    """dX = dY at the chosen elements, else 0."""
     zeros = op.Expand(op.scalar(0, x), op.Shape(x))
     return None if dys[0] is None else op.ScatterElements(zeros, ys[1], dys[0], axis=axis)
 
 
 @gradient("AllReduce", domain=DOMAIN)
 def all_reduce(op, dy, x):
-    """Y = the sum of X over all processes, each of which is to be told what Y does to the results of all."""
+    """Y = the sum of X over all processes, so dX is the sum of dY over all processes."""
     return op.node(DOMAIN, "AllReduce", dy, mean=0, common=0).like(dy.value)
 
 
@@ -158,7 +158,7 @@ def all_reduce(op, dy, x):
 
 @gradient("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy_loss(op, dys, scores, labels, weights, *, ys, reduction, ignore_index):
-    """dscores = w dY (softmax(scores) - 1 at the label), w being the share of the sample in the loss."""
+    """dscores = w dY (softmax(scores) - 1 at the label), with the share w of the sample in the loss."""
     log_prob = _wide(op, ys[1] if len(ys) > 1 and ys[1].value.name else op.LogSoftmax(scores, axis=1))
     dloss, dlog_prob = (None if d is None else cast_like(op, d, log_prob) for d in (*dys, None)[:2])
     dscores = dweights = None
@@ -173,18 +173,19 @@ def softmax_cross_entropy_loss(op, dys, scores, labels, weights, *, ys, reductio
 
 @gradient("NegativeLogLikelihoodLoss")
 def negative_log_likelihood_loss(op, dy, log_prob, labels, weights, *, reduction, ignore_index):
-    """dlog_prob = -w dY at the label, 0 elsewhere, w being the share of the sample in the loss."""
+    """dlog_prob = -w dY at the label, 0 elsewhere, with the share w of the sample in the loss."""
     log_prob = _wide(op, log_prob)
     dy = cast_like(op, dy, log_prob)
     share, index, dweights = _shares(op, dy, log_prob, labels, weights, reduction, ignore_index)
-    return op.ScatterElements(_zeros_like(op, log_prob), index, -share, axis=1), None, dweights
+    return op.ScatterElements(filled_like(op, log_prob, 0), index, -share, axis=1), None, dweights
 
 
 def _shares(op, dy, log_prob, labels, weights, reduction, ignore_index):
-    """The derivative of the loss by minus the log-probability of each label; where it is; the derivative by weights.
+    """Return the derivative of the loss by minus the log-probability of each label, the index of the label, and the
+    derivative by the weights.
 
-    The mean divides by the sum of the weights of the labels that are not ignored. What is ignored has the share 0, also
-    if there is nothing else.
+    The mean divides by the sum of the weights of the labels that are not ignored. Ignored labels have the share 0, even
+    if there are no others.
     """
     ignored = None if ignore_index is None else op.Equal(labels, ignore_index)
     labels = labels if ignored is None else op.Where(ignored, 0, labels)
@@ -192,42 +193,35 @@ def _shares(op, dy, log_prob, labels, weights, reduction, ignore_index):
     weights = None if weights is None else cast_like(op, weights, dy)
     weight = None if weights is None else op.Gather(weights, labels)
     total = _total(op, dy, labels, weight, ignored) if reduction == "mean" else None
-    each = dy if total is None else dy / total
-    share = each if weight is None else each * weight
+    per_sample = dy if total is None else dy / total
+    share = per_sample if weight is None else per_sample * weight
     if weight is None and reduction != "none":
         share = op.Expand(share, op.Shape(labels))
-    share = op.Unsqueeze(_where_kept(op, ignored, share), [1])
+    share = op.Unsqueeze(_without(op, ignored, share), [1])
     if weights is None:
         return share, index, None
     loss = -op.Squeeze(op.GatherElements(log_prob, index, axis=1), [1])
     if total is not None:
-        kept = _where_kept(op, ignored, loss * weight)
-        loss = loss - op.ReduceSum(kept, keepdims=0) / total
-    by_weight = op.Reshape(_where_kept(op, ignored, each * loss), [-1])
+        loss = loss - op.ReduceSum(_without(op, ignored, loss * weight), keepdims=0) / total
+    by_weight = op.Reshape(_without(op, ignored, per_sample * loss), [-1])
     indices = op.Reshape(labels, [-1])
-    return share, index, op.ScatterElements(_zeros_like(op, weights), indices, by_weight, axis=0, reduction="add")
+    return share, index, op.ScatterElements(filled_like(op, weights, 0), indices, by_weight, axis=0, reduction="add")
 
 
 def _total(op, dy, labels, weight, ignored):
-    """The sum of the weights that take part."""
+    """Return the sum of the weights of the labels that are not ignored."""
     if weight is not None:
-        return op.ReduceSum(_where_kept(op, ignored, weight), keepdims=0)
+        return op.ReduceSum(_without(op, ignored, weight), keepdims=0)
     if ignored is None:
         return op.CastLike(op.Size(labels), dy)
     return op.CastLike(op.ReduceSum(op.Cast(op.Not(ignored), to=ir.DataType.INT64), keepdims=0), dy)
 
 
-def _where_kept(op, ignored, values):
+def _without(op, ignored, values):
     return values if ignored is None else op.Where(ignored, 0, values)
 
 
 def _wide(op, x):
-    """In float32 or more: sums over a batch need it, and ONNX Runtime scatters nothing less."""
+    """Cast to float32 or more: sums over a batch need it, and ONNX Runtime does not scatter half precision."""
     narrow = x.dtype is not None and x.dtype.itemsize < ir.DataType.FLOAT.itemsize
     return op.Cast(x, to=ir.DataType.FLOAT) if narrow else x
-
-
-def _zeros_like(op, x):
-    if x.dtype is None:
-        return op.CastLike(op.ConstantOfShape(op.Shape(x)), x)
-    return op.ConstantOfShape(op.Shape(x), value=ir.Tensor(np.zeros(1, x.dtype.numpy()), dtype=x.dtype))

@@ -1,35 +1,35 @@
-"""The table of derivatives, and how a rule is written.
+"""The table of derivatives, and how to write a rule.
 
-    elementwise(Tanh=lambda op, x, y: 1 - y * y)              # y = f(x): the derivative f'(x); times dy by the driver
+    elementwise(Tanh=lambda op, x, y: 1 - y * y)              # f'(x) of y = f(x); the driver multiplies by dy
 
     @gradient("Softmax")
     def softmax(op, dy, x, *, y, axis):
         return dy * y - y * op.ReduceSum(dy * y, [axis], keepdims=1)
 
-    @rewrite("BiasGelu", domain="com.microsoft")              # what is best differentiated as something else
+    @rewrite("BiasGelu", domain="com.microsoft")              # replaced before differentiation
     def bias_gelu(op, x, bias):
         return op.Gelu(x + bias)
 
     no_gradient("the result is a truth value", "Equal", "Less")
 
-    @simplification("SequenceAt")                             # besides the rule: where something simpler is known
+    @simplification("SequenceAt")                             # in addition to the rule: a shortcut for some nodes
     def known_element(op, sequence, position):
-        return NotImplemented                                 # here it is not: the rule it is
+        return NotImplemented                                 # not for this node: use the rule
 
-    @body("STFT", gradient=(0, 2))                            # what it computes, and by that its derivative
+    @body("STFT", gradient=(0, 2))                            # the operator in terms of others, also for its derivative
     def stft(op, signal, frame_step, window, frame_length, *, onesided):
         return op.DFT(...)
 
-A rule gets a builder, the gradient of the output, and the inputs in the order of the operator's documentation; those
-that a node leaves out are None. By keyword it may ask for the output `y` and for attributes, which come with the
-schema's defaults. Of an operator with several outputs it asks for `dys` and `ys`, where an output that nothing depends
-on has the gradient None. It returns one gradient per input, None where there is none; what is left out at the end
-counts as None. Where only a small part of an input has one, it may return a function instead, from the gradient so far
-(None at first) to the sum. A rewrite gets a builder and the inputs, and returns the outputs; what it is made of has
-rules. So does a body, which takes the place of an operator only on engines that lack it.
+A rule gets a builder, the gradient of the output, and the inputs in the order of the operator's documentation; omitted
+inputs are None. By keyword it may request the output `y` and attributes, which have the defaults of the schema. If an
+operator has several outputs, the rule requests `dys` and `ys`; the gradient of an output that nothing depends on is
+None. A rule returns one gradient per input, or None for an input without one; missing gradients at the end count as
+None. If only a small slice of an input has a gradient, the rule may return a function from the gradient so far (None at
+first) to the sum. A rewrite gets a builder and the inputs, and returns the outputs, computed by operators with rules. A
+body does the same, but replaces an operator only on engines that lack it.
 
-What a rule need not think about: which inputs need a gradient (what nobody asks for is removed afterwards),
-broadcasting (`broadcasts=True`, or the positions of inputs), the type of the result, accumulation, and names.
+The driver, not the rule, handles: inputs that need no gradient (unused results are removed afterwards), broadcasting
+(`broadcasts=True`, or the indices of inputs), the type of the result, accumulation, and names.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import inspect
 import itertools
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -60,22 +60,18 @@ class Rule:
     operator: tuple[str, str]
     function: Callable[..., Any]
     broadcasts: bool | tuple[int, ...] = False
-    """Inputs (True: all) whose gradient is to be summed over the axes along which the input was broadcast."""
+    """Inputs (True: all) whose gradient the driver sums over broadcast axes."""
     keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """What the rule asks for by name, and what it gets where there is no such thing."""
+    """Keyword parameters of the rule -> defaults."""
     many: bool = False
-    """Whether the rule takes the gradients of all outputs (`dys`), not of the first alone (`dy`)."""
+    """True for a rule with the gradients of all outputs (`dys`), not of the first alone (`dy`)."""
     positional: int | None = None
-    """How many inputs the rule takes; None for any number."""
+    """Number of inputs of the rule; None for any number."""
     inputs: tuple[int, ...] | None = None
-    """The inputs that have a derivative; None for all that are no integers."""
+    """Inputs that have a derivative; None for all except integers."""
 
     def broadcasts_input(self, index: int) -> bool:
         return self.broadcasts if isinstance(self.broadcasts, bool) else index in self.broadcasts
-
-    @property
-    def doc(self) -> str:
-        return inspect.getdoc(self.function) or ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +86,7 @@ class Rewrite:
 
 @dataclasses.dataclass(frozen=True)
 class NoGradient:
-    """An operator through which no gradient flows, and why."""
+    """An operator through which no gradient flows, with the reason."""
 
     operator: tuple[str, str]
     reason: str
@@ -100,16 +96,30 @@ RULES: dict[tuple[str, str], Rule | Rewrite | NoGradient] = {}
 """(domain, operator) -> its derivative."""
 
 _MODULES: dict[tuple[str, str], str] = {}
-"""(domain, operator) -> the module that has its rule."""
+"""(domain, operator) -> the module with its rule."""
 _CONFLICTS: dict[tuple[str, str], tuple[str, str]] = {}
 """(domain, operator) -> two modules of different packages that both have a rule for it."""
 
 SIMPLIFICATIONS: dict[tuple[str, str], Rewrite] = {}
-"""(domain, operator) -> what a node is replaced by before differentiation in some cases, although there is a rule."""
-
+"""(domain, operator) -> a rewrite before differentiation that applies to some nodes, although there is a rule."""
 
 BODIES: dict[tuple[str, str], Rewrite] = {}
-"""(domain, operator) -> what a node is replaced by on engines that lack the operator."""
+"""(domain, operator) -> the replacement on engines that lack the operator."""
+
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _decorator(
+    domain: str, operators: Iterable[str], register: Callable[[tuple[str, str], Callable[..., Any]], None]
+) -> _Decorator:
+    """Return a decorator that registers a function for several operators of a domain."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in operators:
+            register((domain, name), function)
+        return function
+
+    return decorate
 
 
 def gradient(
@@ -117,109 +127,93 @@ def gradient(
     domain: str = "",
     broadcasts: bool | tuple[int, ...] = False,
     inputs: tuple[int, ...] | None = None,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+) -> _Decorator:
     """Register the decorated function as the derivative of these operators: `(op, dy, *inputs) -> gradients`.
 
-    By keyword it may ask for attributes, for the outputs `y` and `ys`, the gradients `dys` of all outputs, and `node`.
+    By keyword it may request attributes, the outputs `y` and `ys`, the gradients `dys` of all outputs, and `node`.
 
     - `operators`: their names
-    - `domain`: that of the operators (default: the standard's)
+    - `domain`: domain of the operators (default: the standard's)
     - `broadcasts`: inputs whose gradient is summed over the axes along which they were broadcast (True: all)
-    - `inputs`: those that have a derivative (default: all floating-point inputs)
+    - `inputs`: inputs that have a derivative (default: all floating-point inputs)
     """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in operators:
-            _add(make_rule((domain, name), function, broadcasts, inputs), function.__module__)
-        return function
-
-    return register
+    return _decorator(domain, operators, lambda key, f: _add(make_rule(key, f, broadcasts, inputs), f.__module__))
 
 
-def rewrite(*operators: str, domain: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as what these operators are replaced by: `(op, *inputs) -> outputs`.
+def rewrite(*operators: str, domain: str = "") -> _Decorator:
+    """Register the decorated function as the replacement of these operators: `(op, *inputs) -> outputs`.
 
-    By keyword it may ask for attributes, and for `node`. For an output that the node leaves out it may return None.
+    By keyword it may request attributes, and `node`. For an output that the node omits it may return None.
 
     - `operators`: their names
-    - `domain`: that of the operators (default: the standard's)
+    - `domain`: domain of the operators (default: the standard's)
+    """
+    return _decorator(domain, operators, lambda key, f: _add(make_rewrite(key, f), f.__module__))
+
+
+def simplification(*operators: str) -> _Decorator:
+    """Register the decorated function as a rewrite that may decline: then it returns NotImplemented and builds nothing.
+
+    It may also request `xs`, the names of the values to differentiate by, which the rewrite must keep.
+    """
+    return _decorator("", operators, lambda key, f: SIMPLIFICATIONS.update({key: make_rewrite(key, f)}))
+
+
+def body(*operators: str, domain: str = "", gradient: tuple[int, ...] = ()) -> _Decorator:
+    """Register the decorated function as the definition of these operators, like a rewrite: `(op, *inputs) -> outputs`.
+
+    Engines that lack an operator execute it. Its derivative is also the operator's with respect to the inputs
+    `gradient`; without them, the operator has a rule of its kind, or no derivative.
     """
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in operators:
-            _add(make_rewrite((domain, name), function), function.__module__)
-        return function
+    def register(key: tuple[str, str], function: Callable[..., Any]) -> None:
+        BODIES[key] = make_rewrite(key, function)
+        if gradient:
+            _add(_rule_of_body(BODIES[key], gradient), function.__module__)
 
-    return register
-
-
-def simplification(*operators: str, domain: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as a rewrite that may decline: it returns NotImplemented, and builds nothing.
-
-    It may also ask for `xs`, the names of the values that are differentiated by, which must not be passed over.
-    """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in operators:
-            SIMPLIFICATIONS[domain, name] = make_rewrite((domain, name), function)
-        return function
-
-    return register
-
-
-def body(
-    *operators: str, domain: str = "", gradient: tuple[int, ...] = ()
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as what these operators compute: `(op, *inputs) -> outputs`, as a rewrite does.
-
-    Engines that lack an operator execute that. The derivative with respect to the inputs `gradient` is that of the
-    body; where these are none, there is a rule besides, or no derivative.
-    """
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        for name in operators:
-            BODIES[domain, name] = make_rewrite((domain, name), function)
-            if gradient:
-                _add(_rule_of_body(BODIES[domain, name], gradient), function.__module__)
-        return function
-
-    return register
+    return _decorator(domain, operators, register)
 
 
 def _rule_of_body(entry: Rewrite, inputs: tuple[int, ...]) -> Rule:
     @functools.wraps(entry.function)
-    def rule(op: Any, dy: Expr, *given: Expr | None, pull_back: Callable[..., Any], **attributes: Any) -> Any:
-        variables = [op.Identity(x) if i in inputs and x is not None else x for i, x in enumerate(given)]
+    def rule(op: Any, dy: Expr, *operands: Expr | None, pull_back: Callable[..., Any], **attributes: Any) -> Any:
+        variables = [op.Identity(x) if i in inputs and x is not None else x for i, x in enumerate(operands)]
         sources = [x.value for i, x in enumerate(variables) if i in inputs and x is not None]
         y = entry.function(op, *variables, **attributes)
         since = itertools.takewhile(lambda node: node is not sources[-1].producer(), reversed(op.graph))
-        found = pull_back(op, list(since)[::-1], {y.value: dy}, sources)
-        return tuple(None if x is None else found.get(x.value) for x in variables)
+        gradients = pull_back(op, list(since)[::-1], {y.value: dy}, sources)
+        return tuple(None if x is None else gradients.get(x.value) for x in variables)
 
     return Rule(entry.operator, rule, False, {**entry.keywords, "pull_back": None}, False, entry.positional, inputs)
 
 
 def make_rewrite(operator: tuple[str, str], function: Callable[..., Any]) -> Rewrite:
-    """A rewrite that is not in the table."""
+    """Return a rewrite without adding it to the table."""
     return Rewrite(operator, function, *_keywords_of(function, leading=1))
 
 
 def elementwise(domain: str = "", **derivatives: Callable[..., Any]) -> None:
     """Register operators y = f(x) by their derivative: `(op, x, y) -> f'(x)`, attributes by keyword.
 
-    - `domain`: that of the operators (default: the standard's)
-    - `derivatives`: the derivative of each operator, by its name
+    - `domain`: domain of the operators (default: the standard's)
+    - `derivatives`: operator -> its derivative
     """
     for name, derivative in derivatives.items():
-        _add(make_rule((domain, name), _times_dy(derivative), broadcasts=False), derivative.__module__)
+        keywords, _ = _keywords_of(derivative, leading=3)
+        rule = Rule((domain, name), _times_dy(derivative), keywords={"y": None, **keywords}, positional=1)
+        _add(rule, derivative.__module__)
+
+
+def _times_dy(derivative: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda op, dy, x, *, y, **attributes: dy * derivative(op, x, y, **attributes)
 
 
 def no_gradient(reason: str, *operators: str, domain: str = "") -> None:
     """Register operators that have no derivative, or a zero one.
 
-    - `reason`: what a user is told where a gradient would have to flow
+    - `reason`: the reason that errors state
     - `operators`: their names
-    - `domain`: that of the operators (default: the standard's)
+    - `domain`: domain of the operators (default: the standard's)
     """
     caller = sys._getframe(1).f_globals["__name__"]
     for name in operators:
@@ -227,20 +221,20 @@ def no_gradient(reason: str, *operators: str, domain: str = "") -> None:
 
 
 def lookup(node: ir.Node) -> Rule | Rewrite | NoGradient | None:
-    """What is known about the derivative of a node, by rules of ours and of other packages."""
+    """Return the entry for a node, from Onward or another package; None if there is none."""
     load_plugins()
     operator = _operator(node)
     if operator in _CONFLICTS:
         first, second = _CONFLICTS[operator]
         raise UnsupportedError(
             f"there are two rules for `{operator[1]}`: one in `{first}`, one in `{second}`",
-            hint="do without one of these packages, or without its rule",
+            hint="uninstall one of these packages, or remove its rule",
         )
     return RULES.get(operator)
 
 
 def has_gradient(domain: str, operator: str, index: int) -> bool:
-    """Whether a gradient flows into an input of an operator, as far as the table knows; of what it does not, it may."""
+    """True if a gradient may flow into an input of an operator; operators outside the table may have one."""
     entry = RULES.get((schema_domain(domain), operator))
     if isinstance(entry, NoGradient):
         return False
@@ -248,13 +242,13 @@ def has_gradient(domain: str, operator: str, index: int) -> bool:
 
 
 def lookup_rewrite(node: ir.Node) -> Rewrite | None:
-    """How a node is replaced before differentiation, or may be."""
+    """Return the rewrite or simplification of a node before differentiation."""
     entry = RULES.get(_operator(node))
     return entry if isinstance(entry, Rewrite) else SIMPLIFICATIONS.get(_operator(node))
 
 
 def lookup_body(node: ir.Node) -> Rewrite | None:
-    """What a node may be replaced by where its operator is lacking."""
+    """Return the replacement of a node for engines that lack its operator."""
     entry = lookup(node)
     return entry if isinstance(entry, Rewrite) else BODIES.get(_operator(node))
 
@@ -271,17 +265,17 @@ def apply(
     inputs: Sequence[ir.Value | None] | None = None,
     **available: Any,
 ) -> Any:
-    """Call a rule for a node: with `leading`, its inputs (or others for them), and what it asks for by keyword.
+    """Call a rule for a node with `leading`, the inputs (default: those of the node) and its keywords.
 
-    Rules take valid nodes for granted. Where one fails, the model is to blame if the node is not; else the rule is.
+    Rules assume valid nodes. If a rule fails, the error blames the model if the node is invalid, else the rule.
     """
-    given = [op(value) if value is not None else None for value in (node.inputs if inputs is None else inputs)]
+    operands = [op(value) if value is not None else None for value in (node.inputs if inputs is None else inputs)]
     if rule.positional is not None:
-        given += [None] * (rule.positional - len(given))
+        operands += [None] * (rule.positional - len(operands))
     available = attributes(node, op.opset) | {"node": node} | available
     keywords = {name: available.get(name, default) for name, default in rule.keywords.items()}
     try:
-        return rule.function(op, *leading, *given, **keywords)
+        return rule.function(op, *leading, *operands, **keywords)
     except Error:
         raise
     except Exception as error:
@@ -290,22 +284,9 @@ def apply(
             error.add_note(f"in the rule for `{node.op_type}`, at the node `{node.name}`")
             raise
         raise InvalidModelError(
-            f"node `{node.name}` cannot be differentiated, because it is no valid `{node.op_type}`: {fault}",
-            hint="see what `onward check` says",
+            f"cannot differentiate `{node.name}`, an invalid `{node.op_type}`: {fault}",
+            hint="run `onward check MODEL`",
         ) from error
-
-
-def _times_dy(derivative: Callable[..., Any]) -> Callable[..., Any]:
-    names = [p.name for p in inspect.signature(derivative).parameters.values() if p.kind is p.KEYWORD_ONLY]
-
-    def rule(op: Any, dy: Expr, x: Expr, *, y: Expr, **attributes: Any) -> Expr:
-        return dy * derivative(op, x, y, **attributes)
-
-    rule.__doc__ = derivative.__doc__
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("y", *names)]
-    ends = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in ("op", "dy", "x")]
-    rule.__signature__ = inspect.Signature([*ends, *keywords])  # type: ignore[attr-defined]
-    return rule
 
 
 def make_rule(
@@ -314,7 +295,7 @@ def make_rule(
     broadcasts: bool | tuple[int, ...] = False,
     inputs: tuple[int, ...] | None = None,
 ) -> Rule:
-    """A rule of an operator that is in no table."""
+    """Return a rule without adding it to the table."""
     gradients = _parameters(function)[1].name
     keywords, positional = _keywords_of(function, leading=2)
     return Rule(operator, function, broadcasts, keywords, gradients == "dys", positional, inputs)
@@ -326,7 +307,7 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _keywords_of(function: Callable[..., Any], leading: int) -> tuple[dict[str, Any], int | None]:
-    """What a rule asks for by keyword, with defaults, and how many inputs it takes after the `leading` parameters."""
+    """Return the keyword parameters of a rule with defaults, and the number of its inputs; None for any number."""
     parameters = _parameters(function)
     keywords = {p.name: None if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
@@ -335,13 +316,13 @@ def _keywords_of(function: Callable[..., Any], leading: int) -> tuple[dict[str, 
 
 
 def _add(entry: Rule | Rewrite | NoGradient, module: str) -> None:
-    """Put a rule of a module into the table. One that is defined again, as in a notebook, replaces the first."""
-    known = _MODULES.get(entry.operator, module)
-    if known != module and known.partition(".")[0] != module.partition(".")[0]:
-        _CONFLICTS[entry.operator] = (known, module)
+    """Add a rule of a module to the table. A rule that a notebook defines again replaces the first."""
+    earlier = _MODULES.get(entry.operator, module)
+    if earlier != module and earlier.partition(".")[0] != module.partition(".")[0]:
+        _CONFLICTS[entry.operator] = (earlier, module)
         return
-    if entry.operator in RULES and (known != module or _name(entry) != _name(RULES[entry.operator])):
-        raise ValueError(f"there are two rules for {entry.operator[1]}, in {known} and {module}")
+    if entry.operator in RULES and (earlier != module or _name(entry) != _name(RULES[entry.operator])):
+        raise ValueError(f"there are two rules for {entry.operator[1]}, in {earlier} and {module}")
     RULES[entry.operator], _MODULES[entry.operator] = entry, module
 
 
@@ -349,14 +330,11 @@ def _name(entry: Rule | Rewrite | NoGradient) -> str:
     return "" if isinstance(entry, NoGradient) else entry.function.__qualname__
 
 
-# ---- rules of other packages -----------------------------------------------------------------------------------------
-
-
 _plugins_loaded = False
 
 
 def load_plugins() -> None:
-    """Import the rules of other packages, when they are first needed. What cannot be imported is left out."""
+    """Import the rules of other packages, at the first call. A warning names those that fail to import."""
     global _plugins_loaded
     if _plugins_loaded:
         return

@@ -1,9 +1,8 @@
-"""Reading an image between its pixels, and writing into a cache.
+"""GridSample, DeformConv, RoiAlign, AffineGrid and TensorScatter.
 
-These operators have no short derivative: it is that of what they compute, with respect to the image and to the
-coordinates, in terms of coordinates, the pixels around them (taps), and their weights. Where a coordinate lies on a
-pixel, it is that of the side above, and 0 at the ends of an image that is padded with its border or mirrored, as in
-PyTorch.
+The first three have bodies of coordinates, the pixels around them (taps) and the weights of these. Their derivatives by
+image and coordinates are those of the bodies. At a coordinate exactly on a pixel the derivative is that of the upper
+side, and 0 at the ends of an image with padding "border" or "reflection", as in PyTorch.
 """
 
 import math
@@ -15,16 +14,17 @@ import onnx_ir as ir
 from onward.build import Expr
 from onward.constants import HALVES
 from onward.errors import UnsupportedError
-from onward.rules.common import cast_like, identity, largest
+from onward.rules.common import cast_like, identity, iota, largest, rank
 from onward.rules.indexing import END, along, extent, fill, filled_like, join_shape, on_axis, reshape_to
 from onward.rules.registry import body, gradient
 from onward.shapes import dims
 
 INT64 = ir.DataType.INT64
 CUBIC = -0.75
+"""Coefficient of cubic interpolation, as in PyTorch and ONNX Runtime."""
 
 
-# ---- shapes: declared, so that sums over broadcast axes are known when the graph is built ----------------------------
+# ---- declared shapes, so that broadcast axes are known when the graph is built ---------------------------------------
 
 
 def _declare(x, *shape):
@@ -33,7 +33,7 @@ def _declare(x, *shape):
 
 
 def _dim(op, x, axis):
-    """The dimension of `x` along the axis: a number, or a symbol."""
+    """Return the size of an axis: a number or a symbol."""
     shape = dims(x.value)
     return _symbol(op) if shape is None else shape[axis]
 
@@ -46,31 +46,31 @@ def _product(op, *numbers):
     return math.prod(numbers) if all(isinstance(n, int) for n in numbers) else _symbol(op)
 
 
-# ---- the cache -------------------------------------------------------------------------------------------------------
+# ---- TensorScatter ---------------------------------------------------------------------------------------------------
 
 
 @gradient("TensorScatter")
 def tensor_scatter_gradient(op, dy, cache, update, write_indices, *, axis, mode):
-    """y = the cache with the update written into it: dupdate = dY where it was written, dcache = dY elsewhere."""
-    index = _write_places(op, cache, update, write_indices, axis, mode)
+    """dupdate = dY at the written elements, dcache = dY elsewhere."""
+    index = _written(op, cache, update, write_indices, axis, mode)
     dcache = op.ScatterElements(dy, index, filled_like(op, update, 0), axis=axis)
     return dcache, op.GatherElements(dy, index, axis=axis)
 
 
 @body("TensorScatter")
 def tensor_scatter(op, cache, update, write_indices, *, axis, mode):
-    """The cache with the update written into it, where `write_indices` begin, one for each element of the batch."""
-    return op.ScatterElements(cache, _write_places(op, cache, update, write_indices, axis, mode), update, axis=axis)
+    """Write the update into the cache from `write_indices` on, one per sample."""
+    return op.ScatterElements(cache, _written(op, cache, update, write_indices, axis, mode), update, axis=axis)
 
 
-def _write_places(op, cache, update, write_indices, axis, mode):
+def _written(op, cache, update, write_indices, axis, mode):
     size, count = (op.Gather(op.Shape(x), np.int64(axis)) for x in (cache, update))
-    places = on_axis(op, op.Range(np.int64(0), count, np.int64(1)), update, axis)
+    indices = on_axis(op, iota(op, count), update, axis)
     if write_indices is not None:
-        places = places + on_axis(op, write_indices, update, 0)
+        indices = indices + on_axis(op, write_indices, update, 0)
     if mode == "circular":
-        places = op.Mod(places, size)
-    return op.Expand(places, op.Shape(update))
+        indices = op.Mod(indices, size)
+    return op.Expand(indices, op.Shape(update))
 
 
 # ---- taps ------------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def _numbers(op, values, like):
 
 
 def _size(op, x, axis):
-    """The dimension of `x` along the axis, an integer scalar."""
+    """Return the size of an axis as an integer scalar."""
     shape = x.value.shape
     if shape is not None and isinstance(shape[axis], int):
         return op.constant(np.int64(shape[axis]))
@@ -93,18 +93,18 @@ def _as_float(op, number, like):
 
 
 def _clip_to_image(op, p, size):
-    """`p` from the first pixel to the last, at which it has no derivative any more."""
+    """Clip coordinates to the image, with derivative 0 at its ends."""
     last = size - 1
     return op.Where(p > 0, op.Where(p < last, p, last), 0)
 
 
 def _exact(op, p):
-    """Coordinates in a type that tells pixels apart."""
+    """Cast half precision to float32, in which neighboring pixels differ."""
     return op.Cast(p, to=ir.DataType.FLOAT) if p.dtype in HALVES else p
 
 
 def _reflect(op, p, size, align_corners):
-    """`p` mirrored at the ends of the image, as often as it takes: they are pixels' centres, or half a pixel on."""
+    """Reflect coordinates at the ends of the image: centers of pixels, or half a pixel outside."""
     low, extent = (0.0, op.Max(size - 1, 1)) if align_corners else (-0.5, size)
     distance = op.Abs(p - low)
     times = op.Floor(distance / extent)
@@ -114,7 +114,7 @@ def _reflect(op, p, size, align_corners):
 
 
 class Taps(NamedTuple):
-    """Along one axis, the pixels around coordinates, and what each of them counts (None: 1). Both [M, T, P]."""
+    """Pixels around coordinates along one axis, with their weights (None: 1), both [M, T, P]."""
 
     offsets: list[int]
     pixels: Expr
@@ -122,7 +122,7 @@ class Taps(NamedTuple):
 
 
 def _taps(op, p, size, mode="linear", padding="zeros", align_corners=0):
-    """The taps of coordinates [M, P] along an axis."""
+    """Return the taps of coordinates [M, P] along an axis."""
     if mode == "nearest":
         base, offsets, weights = op.Round(p), [0], None
     else:
@@ -139,7 +139,7 @@ def _taps(op, p, size, mode="linear", padding="zeros", align_corners=0):
 
 
 def _inside(op, p, size, mode, padding, align_corners):
-    """Return coordinates after padding. With mode "cubic" each of the pixels around them is padded instead."""
+    """Apply the padding to coordinates. With mode "cubic", padding applies to each pixel instead."""
     if padding == "zeros" or mode == "cubic":
         return p
     if padding == "reflection":
@@ -148,7 +148,7 @@ def _inside(op, p, size, mode, padding, align_corners):
 
 
 def _weights(op, f, mode):
-    """The taps' offsets from the pixel below, and their weights, `f` above it."""
+    """Return the offsets of the taps from the pixel below, and their weights at `f` above it."""
     if mode == "linear":
         return [0, 1], _declare(op.Concat(1 - f, f, axis=1), f.value.shape[0], 2, f.value.shape[2])
 
@@ -163,12 +163,12 @@ def _weights(op, f, mode):
 
 
 def _sample(op, x, sizes, taps):
-    """The images [M, C, D1 ... Dr] at taps per axis [M, T, P]: [M, C, P].
+    """Sample images [M, C, D1 ... Dr] at taps per axis [M, T, P]: [M, C, P].
 
-    All channels of a pixel are read at once: that takes the fewest indices.
+    It reads all channels of a pixel at once, which takes the fewest indices.
     """
     rank, pixels, channels = len(sizes), taps[0].pixels, _dim(op, x, 1)
-    index, weights = on_axis(op, op.Range(np.int64(0), _size(op, pixels, 0), np.int64(1)), x, 0), None
+    index, weights = on_axis(op, iota(op, _size(op, pixels, 0)), x, 0), None
     for axis, (size, tap) in enumerate(zip(sizes, taps, strict=True)):
         others = [1 + i for i in range(rank) if i != axis]
         index = index * size + op.Unsqueeze(tap.pixels, others)
@@ -191,60 +191,58 @@ def _sample(op, x, sizes, taps):
 
 @body("GridSample", gradient=(0, 1))
 def grid_sample(op, x, grid, *, align_corners, mode, padding_mode):
-    """X at the coordinates of the grid: the sum of the pixels around, each times its weight.
+    """Return X at the coordinates of the grid: the weighted sum of the pixels around each.
 
-    With mode "nearest" the grid has no gradient; with mode "linear" and padding "border", none outside the image.
-    With mode "cubic" each pixel that is read is padded, as in PyTorch and ONNX Runtime. The onnx reference pads
+    The grid has no gradient with mode "nearest", and none outside the image with mode "linear" and padding "border".
+    With mode "cubic", padding applies to each pixel, as in PyTorch and ONNX Runtime; the onnx reference pads
     coordinates.
     """
     mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
-    rank = _spatial_rank(op, x, grid)
-    sizes = [_size(op, x, axis + 2) for axis in range(rank)]
-    images, places = _dim(op, grid, 0), _product(op, *(_dim(op, grid, axis + 1) for axis in range(rank)))
-    shape = join_shape(op, extent(op, x, 0, 2), extent(op, grid, 1, rank + 1))
+    axes = _spatial_rank(op, x, grid)
+    sizes = [_size(op, x, axis + 2) for axis in range(axes)]
+    images, places = _dim(op, grid, 0), _product(op, *(_dim(op, grid, axis + 1) for axis in range(axes)))
+    shape = join_shape(op, extent(op, x, 0, 2), extent(op, grid, 1, axes + 1))
     grid, taps = _exact(op, grid), []
     for axis, number in enumerate(sizes):
-        place = op.Reshape(op.Gather(grid, np.int64(rank - 1 - axis), axis=-1), [0, -1])
-        place, size = _declare(place, images, places), _as_float(op, number, grid)
-        p = (place + 1) / 2 * (size - 1) if align_corners else ((place + 1) * size - 1) / 2
+        p = op.Reshape(op.Gather(grid, np.int64(axes - 1 - axis), axis=-1), [0, -1])
+        p, size = _declare(p, images, places), _as_float(op, number, grid)
+        p = (p + 1) / 2 * (size - 1) if align_corners else ((p + 1) * size - 1) / 2
         taps.append(_taps(op, p, size, mode, padding_mode, align_corners))
     return reshape_to(op, _sample(op, x, sizes, taps), shape)
 
 
 def _spatial_rank(op, *tensors):
-    if op.opset < 20:
-        return 2
-    for x in tensors:
-        if x.value.shape is not None:
-            return x.value.shape.rank() - 2
-    raise UnsupportedError("the rank of the input of GridSample is not known")
+    for axes in [4 if op.opset < 20 else None, *map(rank, tensors)]:
+        if axes is not None:
+            return axes - 2
+    raise UnsupportedError("the rank of the input of GridSample is not known", hint="give the model's inputs shapes")
 
 
 @body("DeformConv", gradient=(0, 1, 2, 3, 4))
 def deform_conv(op, x, w, offset, b, mask, *, dilations, group, offset_group, pads, strides):
-    """W * (X at places moved by the offset, times the mask)."""
+    """Convolve X, sampled at positions moved by the offset, times the mask."""
     dilations, strides, pads = dilations or [1, 1], strides or [1, 1], pads or [0, 0, 0, 0]
     kernel, sizes, counts = ([_size(op, value, axis) for axis in (2, 3)] for value in (w, x, offset))
-    known = [_dim(op, value, axis) for value in (w, offset) for axis in (2, 3)]
-    images, places = _product(op, _dim(op, x, 0), offset_group), _product(op, *known)
+    dims_of_windows = [_dim(op, value, axis) for value in (w, offset) for axis in (2, 3)]
+    images, places = _product(op, _dim(op, x, 0), offset_group), _product(op, *dims_of_windows)
 
-    def shape(*parts):
-        return op.Concat(*(part if isinstance(part, list) else op.Reshape(part, [1]) for part in parts), axis=0)
+    def shape(*sizes):
+        return op.Concat(*(n if isinstance(n, list) else op.Reshape(n, [1]) for n in sizes), axis=0)
 
     def regular(axis):
-        """Where windows would read without an offset: [kernel, count], in all [kH, kW, oH, oW]."""
-        within = op.Range(np.int64(0), kernel[axis], np.int64(1)) * dilations[axis]
-        begins = op.Range(np.int64(0), counts[axis], np.int64(1)) * strides[axis] - pads[axis]
-        place = op.Unsqueeze(within, [1]) + begins
-        place = op.Unsqueeze(place, [1, 3] if axis == 0 else [0, 2])
-        return _declare(place, *(n if i % 2 == axis else 1 for i, n in enumerate(known)))
+        """Return the positions without an offset, [kernel, count] in [kH, kW, oH, oW]."""
+        within = iota(op, kernel[axis]) * dilations[axis]
+        begins = iota(op, counts[axis]) * strides[axis] - pads[axis]
+        positions = op.Unsqueeze(within, [1]) + begins
+        positions = op.Unsqueeze(positions, [1, 3] if axis == 0 else [0, 2])
+        return _declare(positions, *(n if i % 2 == axis else 1 for i, n in enumerate(dims_of_windows)))
 
     offset, taps = _exact(op, offset), []
     moved = op.Reshape(offset, shape([-1], *kernel, [2], *counts))
     for axis, size in enumerate(sizes):
-        place = _declare(op.Gather(moved, np.int64(axis), axis=3), images, *known)
-        place = op.Reshape(place + _as_float(op, regular(axis), offset), [0, -1])
-        taps.append(_taps(op, _declare(place, images, places), _as_float(op, size, offset)))
+        p = _declare(op.Gather(moved, np.int64(axis), axis=3), images, *dims_of_windows)
+        p = op.Reshape(p + _as_float(op, regular(axis), offset), [0, -1])
+        taps.append(_taps(op, _declare(p, images, places), _as_float(op, size, offset)))
     read = _sample(op, op.Reshape(x, shape(_size(op, x, 0) * offset_group, [-1], *sizes)), sizes, taps)
     if mask is not None:
         read = read * _declare(op.Reshape(mask, shape(op.Shape(read, end=1), [1, -1])), images, 1, places)
@@ -252,7 +250,7 @@ def deform_conv(op, x, w, offset, b, mask, *, dilations, group, offset_group, pa
     weights = op.Reshape(w, shape([group, -1], op.ReduceProd(op.Shape(w, start=1), keepdims=1)))
     y = op.Reshape(op.MatMul(weights, columns), shape(_size(op, x, 0), [-1], *counts))
     filters = _dim(op, w, 0)
-    y = _declare(y, _dim(op, x, 0), filters, *known[2:])
+    y = _declare(y, _dim(op, x, 0), filters, *dims_of_windows[2:])
     return y if b is None else y + _declare(op.Reshape(b, [1, -1, 1, 1]), 1, filters, 1, 1)
 
 
@@ -261,9 +259,9 @@ def roi_align(
     op, x, rois, batch_indices, *, coordinate_transformation_mode, mode, output_height, output_width,
     sampling_ratio, spatial_scale,
 ):  # fmt: skip
-    """The mean, or the largest, of samples of X in each bin of a region.
+    """Return the mean or maximum of samples of X in each bin of a region.
 
-    As in the standard, the largest is that of the pixels times their weights.
+    As in the standard, the maximum is over pixels times weights.
     """
     half_pixel = coordinate_transformation_mode == "half_pixel"
     sizes = [_size(op, x, axis + 2) for axis in range(2)]
@@ -271,9 +269,9 @@ def roi_align(
     rois = _exact(op, rois)
 
     def along(axis, bins):
-        """Two taps of each of S samples per bin: their pixels and weights, and whether it is a sample, [R, bins S 2].
+        """Return two taps of each of S samples per bin: pixels, weights and a mask of the samples, [R, bins S 2].
 
-        Also how many taps there are in a bin, and how many samples count, [R, 1].
+        Also return the number of taps in a bin, and the number of samples that count, [R, 1].
         """
         begin, end = (
             _declare(op.Gather(rois, [1 - axis + side], axis=1), regions, 1) * spatial_scale for side in (0, 2)
@@ -283,7 +281,7 @@ def roi_align(
         count = _numbers(op, [[sampling_ratio]], rois) if sampling_ratio > 0 else op.Ceil(extent / bins)
         most = op.Cast(op.ReduceMax(count, keepdims=0), to=INT64)
         samples = sampling_ratio if sampling_ratio > 0 else _symbol(op)
-        steps = _as_float(op, _declare(op.Range(np.int64(0), most, np.int64(1)), samples), rois)
+        steps = _as_float(op, _declare(iota(op, most), samples), rois)
         within = op.Unsqueeze((steps + 0.5) / count, [1]) + _numbers(op, np.arange(bins).reshape(-1, 1), rois)
         p = op.Unsqueeze(begin, [2]) + within * op.Unsqueeze(extent / bins, [2])
         size = _as_float(op, sizes[axis], rois)
@@ -328,7 +326,7 @@ def roi_align(
 
 @gradient("AffineGrid")
 def affine_grid(op, dy, theta, size, *, align_corners):
-    """Y = (P, 1) theta' for the places P of a plain grid, which is that of the identity: dtheta = dY' (P, 1)."""
+    """Y = (P, 1) theta' for the points P of the grid of the identity: dtheta = dY' (P, 1)."""
     unit = op.Unsqueeze(identity(op, extent(op, theta, 1), theta), [0])
     one_image = op.Concat([1], op.Slice(size, [1], [END]), axis=0)
     places = op.AffineGrid(unit, one_image, align_corners=align_corners)

@@ -1,10 +1,10 @@
-"""Sequences of tensors, and Optional, which holds a tensor or a sequence or nothing.
+"""Sequences of tensors, and Optional, which holds a tensor, a sequence or nothing.
 
-The gradient of a sequence is a sequence of the same length, whose elements have the shapes of its elements. The
-gradient of an Optional is that of what it holds, so it has no Optional around it.
+The gradient of a sequence is a sequence of equal length, whose elements have the shapes of its elements. The gradient
+of an Optional is the gradient of its content, without an Optional around it.
 
-What exporters write for a tensor that is split, or for a list of tensors, has the same elements in every run: there an
-element that is taken from a sequence is the tensor that was put into it, and no sequence is left to be differentiated.
+Exporters split tensors and make lists of tensors with the same elements in every run. Then simplifications replace an
+element by the tensor that was put into the sequence, and no sequence is left to differentiate.
 """
 
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from onward.model.walk import captured_values, nested_graphs
 from onward.rules.common import fixed_number
 from onward.rules.nested import (
     captured_and_active,
+    gradients_or_zeros,
     recompute,
     refuse_sequences,
     seeds_of,
@@ -36,57 +37,53 @@ no_gradient("the result is a truth value", "OptionalHasElement")
 
 @gradient("SequenceConstruct")
 def sequence_construct(op, dy, *inputs):
-    """Each input has the element of dY at its place."""
+    """dX_i = element i of dY."""
     return [op.SequenceAt(dy, _position(op, i)) for i in range(len(inputs))]
 
 
 @gradient("SequenceAt")
 def sequence_at(op, dy, sequence, position):
-    """dY at the position, zeros elsewhere: in a loop over the elements, one of them changes at a time."""
+    """dX = dY at the position, zeros elsewhere; adds to the sum so far, since loops read elements one at a time."""
 
     def added_to(total):
         element = dy if total is None else op.SequenceAt(total, position) + dy
         total = op.filled_like(sequence.value, 0) if total is None else total
-        place = _from_front(op, position, op.SequenceLength(total))
-        # The new one comes in before the old one goes: onnx's reference evaluator takes a place at the end for 0.
-        return op.SequenceErase(op.SequenceInsert(total, element, place), _after(op, place))
+        index = _from_front(op, position, op.SequenceLength(total))
+        number = fixed_number(index)
+        following = index + 1 if number is None else _position(op, int(number) + 1)
+        # Insert before erasing: onnx's reference evaluator inserts at 0 if the index is the end of the sequence.
+        return op.SequenceErase(op.SequenceInsert(total, element, index), following)
 
     return added_to
 
 
 @gradient("SequenceInsert")
 def sequence_insert(op, dy, sequence, tensor, position):
-    """dY without the element that was inserted; that element."""
+    """dX = dY without the inserted element, which is the gradient of the tensor."""
     if position is None:
         return op.SequenceErase(dy), op.SequenceAt(dy, _position(op, -1))
-    place = _from_front(op, position, op.SequenceLength(dy) - 1)
-    return op.SequenceErase(dy, place), op.SequenceAt(dy, place)
+    index = _from_front(op, position, op.SequenceLength(dy) - 1)
+    return op.SequenceErase(dy, index), op.SequenceAt(dy, index)
 
 
 @gradient("SequenceErase")
 def sequence_erase(op, dy, sequence, position):
-    """dY, with zeros where the erased element was."""
+    """dX = dY with zeros inserted for the erased element."""
     erased = op.SequenceAt(sequence, _position(op, -1) if position is None else position)
     zeros = op.filled_like(erased.value, 0)
     longer = op.SequenceInsert(dy, zeros)
     if position is None:
         return longer
-    place = _from_front(op, position, op.SequenceLength(sequence))
-    return op.SequenceErase(op.SequenceInsert(longer, zeros, place))
+    index = _from_front(op, position, op.SequenceLength(sequence))
+    return op.SequenceErase(op.SequenceInsert(longer, zeros, index))
 
 
 def _position(op, number):
     return op.constant(number, INT64)
 
 
-def _after(op, place):
-    """The next position."""
-    number = fixed_number(place)
-    return place + 1 if number is None else _position(op, int(number) + 1)
-
-
 def _from_front(op, position, length):
-    """A position as one that is not negative: those are counted from the end of a sequence of this length."""
+    """Return a position as a non-negative one; negative ones count from the end of a sequence of this length."""
     number = fixed_number(position)
     if number is not None and number >= 0:
         return position
@@ -94,18 +91,15 @@ def _from_front(op, position, length):
     return op.Where(position < 0, position + length, position)
 
 
-# ---- tensors in parts ------------------------------------------------------------------------------------------------
-
-
 @gradient("SplitToSequence")
 def split_to_sequence(op, dy, x, split, *, axis, keepdims):
-    """The elements of dY, one behind the other again."""
+    """dX = the concatenated elements of dY."""
     return op.ConcatFromSequence(dy, axis=axis, new_axis=int(split is None and not keepdims))
 
 
 @gradient("ConcatFromSequence")
 def concat_from_sequence(op, dy, sequence, *, axis, new_axis):
-    """dY split into parts that have the sizes of the elements."""
+    """dX = dY split into the sizes of the elements."""
     if new_axis:
         return op.SplitToSequence(dy, axis=axis, keepdims=0)
     end = None if axis == -1 else axis + 1
@@ -113,13 +107,7 @@ def concat_from_sequence(op, dy, sequence, *, axis, new_axis):
     return op.SplitToSequence(dy, op.ConcatFromSequence(sizes, axis=0), axis=axis)
 
 
-# ---- Optional --------------------------------------------------------------------------------------------------------
-
-
-@gradient("Optional", "OptionalGetElement")
-def optional(op, dy, x):
-    """dY."""
-    return dy
+gradient("Optional", "OptionalGetElement")(lambda op, dy, x: dy)
 
 
 # ---- SequenceMap -----------------------------------------------------------------------------------------------------
@@ -127,39 +115,37 @@ def optional(op, dy, x):
 
 @gradient("SequenceMap")
 def sequence_map(op, dys, *inputs, node, body, active, pull_back):
-    """The gradient of the body for each element; what is the same for all elements has the sum of its gradients."""
+    """Map the gradient of the body over the elements; inputs that all elements share get the sum."""
     captured = captured_and_active(node, active)
     refuse_sequences(node, captured)
-    wanted = [i for i, value in enumerate(node.inputs) if value in active]
-    given = [i for i, dy in enumerate(dys) if dy is not None]
+    sources = [i for i, value in enumerate(node.inputs) if value in active]
+    with_gradient = [i for i, dy in enumerate(dys) if dy is not None]
 
     def back(inner, *values):
-        known, items = dict(zip(given, values, strict=False)), values[len(given) :]
+        dy_of, items = dict(zip(with_gradient, values, strict=False)), values[len(with_gradient) :]
         nodes, outputs = recompute(inner, body, items)
-        sources = [*(items[i].value for i in wanted), *captured]
-        seeds = seeds_of(inner, outputs, [known.get(i) for i in range(len(dys))])
-        grads = pull_back(inner, nodes, seeds, sources)
-        return [grads[value] if value in grads else inner.filled_like(value, 0) for value in sources]
+        seeds = seeds_of(inner, outputs, [dy_of.get(i) for i in range(len(dys))])
+        return gradients_or_zeros(inner, pull_back, nodes, seeds, [*(items[i].value for i in sources), *captured])
 
-    entries = [*(dys[i].value for i in given), *node.inputs]  # of which the first has to be a sequence
+    entries = [*(dys[i].value for i in with_gradient), *node.inputs]  # the first must be a sequence
     graph = remove_unused(op.subgraph(back, [_entry(value) for value in entries], name="gradient"))
     needed = [i for i, value in enumerate(graph.inputs) if i == 0 or value.uses()]
     graph.inputs[:] = [graph.inputs[i] for i in needed]
-    results = op.SequenceMap(*(entries[i] for i in needed), outputs=len(wanted) + len(captured), body=graph)
-    sources = [*(node.inputs[i] for i in wanted), *captured]
+    values = [*(node.inputs[i] for i in sources), *captured]
+    results = op.SequenceMap(*(entries[i] for i in needed), outputs=len(values), body=graph)
     return sum_by_value(
         (value, grads if is_sequence(value) else _total(op, grads, value))
-        for value, grads in zip(sources, several(results), strict=True)
+        for value, grads in zip(values, several(results), strict=True)
     )
 
 
 def _entry(value):
-    """What the body of a SequenceMap gets of an input: an element of a sequence, or a tensor itself."""
+    """Return the input of the body of a SequenceMap: an element of a sequence, or a tensor itself."""
     return element_of(value) if is_sequence(value) else ir.Value(name=value.name, type=value.type, shape=value.shape)
 
 
 def _total(op, grads, value):
-    """The sum of the tensors in a sequence, each of the shape of `value`; the sequence may be empty."""
+    """Return the sum of the tensors in a sequence, each of the shape of `value`; 0 for an empty one."""
     grads.value.type = ir.SequenceType(ir.TensorType(value.dtype))
     stacked = op.ConcatFromSequence(op.SequenceInsert(grads, op.filled_like(value, 0)), axis=0, new_axis=1)
     return op.ReduceSum(stacked, [0], keepdims=0)
@@ -167,13 +153,13 @@ def _total(op, grads, value):
 
 @simplification("SequenceMap")
 def map_as_loop(op, *inputs, node, body):
-    """A Loop that appends, where a body captures sequences, whose gradients only a Loop can carry, or nests graphs.
+    """Replace a SequenceMap by a Loop if its body has graphs, or captures sequences, whose gradients a Loop can carry.
 
-    ONNX Runtime does not load every SequenceMap in a graph that is nested in another one, as gradients would have it.
+    ONNX Runtime does not load every SequenceMap in a nested graph, where gradients would need one.
     """
     outside = [value for value in captured_values(body) if value not in body.inputs]
     plain = all(isinstance(value.type, ir.TensorType) for value in outside)
-    dtypes = [outer.dtype or made.dtype for outer, made in zip(node.outputs, body.outputs, strict=True)]
+    dtypes = [outer.dtype or inner.dtype for outer, inner in zip(node.outputs, body.outputs, strict=True)]
     if (plain and not any(any(nested_graphs(inner)) for inner in body)) or None in dtypes:
         return NotImplemented
 
@@ -202,19 +188,18 @@ def map_as_loop(op, *inputs, node, body):
 
 @simplification("SequenceAt")
 def known_element(op, sequence, position, *, xs):
-    known, place = _elements(sequence.value, xs), _number(position.value)
-    if known is None or place is None or not -len(known) <= place < len(known):
+    elements, index = _elements(sequence.value, xs), _number(position.value)
+    if elements is None or index is None or not -len(elements) <= index < len(elements):
         return NotImplemented
-    return op(known[place])
+    return op(elements[index])
 
 
 @simplification("ConcatFromSequence")
 def concat(op, sequence, *, axis, new_axis, xs):
-    known = _elements(sequence.value, xs)
-    if not known:
+    elements = _elements(sequence.value, xs)
+    if not elements:
         return NotImplemented
-    parts = [op.Unsqueeze(value, [axis]) for value in known] if new_axis else known
-    return op.Concat(*parts, axis=axis)
+    return op.Concat(*([op.Unsqueeze(value, [axis]) for value in elements] if new_axis else elements), axis=axis)
 
 
 @simplification("SplitToSequence")
@@ -222,14 +207,14 @@ def split(op, x, split, *, axis, keepdims):
     sizes = _sizes(x, split, axis)
     if not sizes:
         return NotImplemented
-    parts = several(op.Split(x, sizes, axis=axis, outputs=len(sizes)))
+    tensors = several(op.Split(x, sizes, axis=axis, outputs=len(sizes)))
     if split is None and not keepdims:
-        parts = [op.Squeeze(part, [axis]) for part in parts]
-    return op.SequenceConstruct(*parts)
+        tensors = [op.Squeeze(x, [axis]) for x in tensors]
+    return op.SequenceConstruct(*tensors)
 
 
 def _elements(sequence, xs):
-    """The tensors in a sequence that is put together in the graph, at positions that are known; else None."""
+    """Return the tensors in a sequence that nodes build at constant positions; else None."""
     steps, node = [], sequence.producer()
     while node is not None and node.op_type in ("SequenceInsert", "SequenceErase", "Identity"):
         steps.append(node)
@@ -238,51 +223,43 @@ def _elements(sequence, xs):
         return None
     if any(step.outputs[0].name in xs for step in (node, *steps)):
         return None
-    known = list(node.inputs)
-    for step in reversed(steps):
-        if not _step(known, step):
-            return None
-    return known
+    elements = list(node.inputs)
+    return elements if all(_apply(step, elements) for step in reversed(steps)) else None
 
 
-def _step(known, node):
-    """Do with the list what a node does with the sequence; whether its position is known."""
+def _apply(node, elements):
+    """Apply a node on a sequence to a list; return False if its position is not known."""
     if node.op_type == "Identity":
         return True
     inserts = node.op_type == "SequenceInsert"
-    given = node.inputs[2 if inserts else 1 :]
-    place = _number(given[0]) if given and given[0] is not None else len(known) - (not inserts)
-    if place is None or not -len(known) <= place < len(known) + inserts:
+    positions = node.inputs[2 if inserts else 1 :]
+    index = _number(positions[0]) if positions and positions[0] is not None else len(elements) - (not inserts)
+    if index is None or not -len(elements) <= index < len(elements) + inserts:
         return False
     if inserts:
-        known.insert(place, node.inputs[1])
+        elements.insert(index, node.inputs[1])
     else:
-        del known[place]
+        del elements[index]
     return True
 
 
 def _number(position):
-    """A position, if it is the same in every run."""
-    found = constant_ints(position)
-    return found[0] if found else None
+    """Return a position if it is constant, else None."""
+    numbers = constant_ints(position)
+    return numbers[0] if numbers else None
 
 
 def _sizes(x, split, axis):
-    """The sizes of the parts that SplitToSequence makes, if they are known."""
-    given = (1,) if split is None else constant_ints(split.value)
-    rank = 0 if split is None else _rank(split.value)
-    if given is None or rank is None or rank == 1:
-        return given if rank == 1 else None
-    shape = dims(x.value)
-    if shape is None or not isinstance(shape[axis], int):
+    """Return the sizes of the results of a SplitToSequence; None if they are not known."""
+    numbers = (1,) if split is None else constant_ints(split.value)
+    shape = None if split is None else split.value.shape
+    if split is not None and shape is None and split.value.producer() is not None:
+        shape = output_shape(split.value.producer())  # values of nested graphs are not declared
+    rank = 0 if split is None else None if shape is None else shape.rank()
+    if numbers is None or rank is None or rank == 1:
+        return numbers if rank == 1 else None
+    sizes = dims(x.value)
+    if sizes is None or not isinstance(sizes[axis], int):
         return None
-    (size,) = given
-    return [min(size, shape[axis] - start) for start in range(0, shape[axis], size)]
-
-
-def _rank(value):
-    """How many axes a constant has; the values of nested graphs are not declared."""
-    shape = value.shape
-    if shape is None and value.producer() is not None:
-        shape = output_shape(value.producer())
-    return None if shape is None else shape.rank()
+    (size,) = numbers
+    return [min(size, sizes[axis] - start) for start in range(0, sizes[axis], size)]

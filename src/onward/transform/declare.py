@@ -55,15 +55,13 @@ def require_shapes(model: Model, step: int, needed_by: str) -> None:
     inputs = [*model.inputs, *_added_inputs(model.steps[step : step + 1])]
     if missing := [value.name or "" for value in inputs if value.shape is None]:
         listed, verb = ", ".join(f"`{name}`" for name in missing), "have" if len(missing) > 1 else "has"
-        raise UnsupportedError(
-            f"{listed} {verb} no shape, which {needed_by} needs to know", hint=declare_hint(missing[0])
-        )
+        raise UnsupportedError(f"{listed} {verb} no shape, which {needed_by} needs", hint=declare_hint(missing[0]))
 
 
 def declare_hint(name: str) -> str:
     """Return the hint for an input without a shape."""
     call = f'onward.transform.declare(model, {{"{name}": ("N", 64)}})'
-    return f"say it in the file, such as `{call}` (`onward set MODEL --shape {name}=N,64`)"
+    return f"add it to the file: `{call}` (`onward set MODEL --shape {name}=N,64`)"
 
 
 def _added_inputs(steps: Sequence[Step]) -> list[ir.Value]:
@@ -74,16 +72,14 @@ def _settle_sizes(value: ir.Value, sizes: Sequence[int | str]) -> dict[str, int 
     """Return the new names or numbers of open sizes of an input."""
     text = ", ".join(map(str, sizes))
     if any((isinstance(size, int) and size < 0) or size == "" for size in sizes):
-        raise InvalidModelError(
-            f"`{value.name}` cannot have the shape [{text}]", hint="give numbers, or names of sizes"
-        )
+        raise InvalidModelError(f"`{value.name}` cannot have the shape [{text}]", hint="give sizes as numbers or names")
     if value.shape is None:
         return {}
     old = list(value.shape)
     if len(old) != len(sizes) or any(isinstance(a, int) and a != b for a, b in zip(old, sizes, strict=True)):
         raise InvalidModelError(
-            f"`{value.name}` has the shape {value.shape}, which is not [{text}]",
-            hint="only sizes that are open can be settled",
+            f"`{value.name}` has the shape {value.shape}, not [{text}]",
+            hint="change only symbolic sizes",
         )
     return {d.value: size for d, size in zip(old, sizes, strict=True) if isinstance(d, ir.SymbolicDim) and d.value}
 
@@ -140,8 +136,8 @@ def check_batch_axis(
     name, size = next(iter(sizes.items()))
     if other := next((other for other in sizes if sizes[other] != size), None):
         raise DataError(
-            f"axis 0 is {size} for `{name}` and {sizes[other]} for `{other}`, so it is not the batch",
-            hint="export the model with the batch on axis 0 of all inputs; make constants of those without a batch",
+            f"axis 0 is {size} for `{name}` but {sizes[other]} for `{other}`",
+            hint="export the model with the batch on axis 0 of all inputs, and inputs without a batch as constants",
         )
     fixed = size * processes
     if wanted in (None, fixed):
@@ -149,8 +145,8 @@ def check_batch_axis(
     own = [value.name or "" for value in of_model]
     if any_size := next((other for other in own if other in symbols and symbols[other][0] is not None), None):
         raise DataError(
-            f"`{name}` takes {size} rows in every batch, and `{any_size}` any number",
-            hint=f"export the model with a batch of any size for `{name}`; make it a constant if it has no batch",
+            f"`{name}` takes {size} rows per batch, and `{any_size}` any number",
+            hint=f"export the model with a dynamic batch for `{name}`, or with `{name}` as a constant",
         )
     raise DataError(
         f"the model takes batches of {fixed}, not of {wanted}",
@@ -161,7 +157,7 @@ def check_batch_axis(
 def _misplaced(what: str) -> DataError:
     return DataError(
         what,
-        hint="export the model with the batch on axis 0 of all inputs, or feed batches of your own: "
+        hint="export the model with the batch on axis 0 of all inputs, or write the loop: "
         "`onward.engines.start(model).step(batch)`",
     )
 
@@ -177,7 +173,7 @@ def rebatch(source: Source) -> Model:
     model = check_signatures(load(source))
     size = fixed_batch(model)
     if size is None:
-        raise InvalidModelError("the model has no fixed size of batch", hint="it may take any size as it is")
+        raise InvalidModelError("the model has no fixed batch size", hint="train it with any `batch_size`")
     result = model.copy()
     for value in [*result.inputs, *result.outputs]:
         value.shape = _free_axis(value.shape, size)
@@ -283,8 +279,8 @@ def _batch_of(model: Model, node: ir.Node, rest: Sequence[int]) -> ir.Value:
     others = _constant(model, f"{name}/rest", tuple(rest))
     axis = ir.AttrInt64("axis", 0)
     joined = ir.Node("", "Concat", [batch.outputs[0], others], [axis], name=names.fresh(f"{name}/shape"))
-    for node_ in (shape, batch, joined):
-        node_.outputs[0].name = names.fresh(node_.name or "")
+    for added in (shape, batch, joined):
+        added.outputs[0].name = names.fresh(added.name or "")
     model.graph.insert_before(node, [shape, batch, joined])
     return joined.outputs[0]
 
@@ -312,6 +308,6 @@ def _sample(rng: np.random.Generator, value: ir.Value) -> np.ndarray:
 def _refusal(size: int, why: str) -> UnsupportedError:
     return UnsupportedError(
         f"the model works for batches of {size} only: {why}",
-        hint=f"export it again with a dynamic batch, or train it with batches of {size}, several to an update: "
-        f"`batch_size={size}, accumulate=32` (`--batch-size {size} --accumulate 32`)",
+        hint=f"export it with a dynamic batch, or accumulate batches: `batch_size={size}, accumulate=32` "
+        f"(`--batch-size {size} --accumulate 32`)",
     )

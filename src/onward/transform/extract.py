@@ -19,8 +19,7 @@ from onward.transform.types import fill_in_types
 
 @checked()
 def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Model:
-    """Return the part of a model that computes `outputs` from `inputs`, which may be intermediate
-    values.
+    """Return the subgraph of a model that computes `outputs` from `inputs`, both also intermediate values.
 
         features = onward.transform.extract("digits.onnx", ["image"], ["active"])
 
@@ -35,12 +34,10 @@ def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mod
     missing = [name for name in (*inputs, *outputs) if name not in by_name]
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(
-            f"there is no value {listed} in the inference graph", hint=suggest_or_list(missing[0], by_name)
-        )
+        raise UnknownNameError(f"unknown value {listed}", hint=suggest_or_list(missing[0], by_name))
     fill_in_types(model, [by_name[name] for name in (*inputs, *outputs)])
     graph = model.graph
-    link_gradients(graph)  # to the values that the part must contain
+    link_gradients(graph)  # to the values that the subgraph must contain
     fresh = [_as_input(by_name[name]) for name in inputs]
     by_name |= {value.name: value for value in fresh if value.name}
     results = [by_name[name] for name in outputs]
@@ -97,8 +94,8 @@ def _forget_unreachable(model: Model, index: int, step: Step) -> None:
     stuck = sorted(key for key, value in step.update.items() if value in names and key not in state)
     if stuck:
         raise UnsupportedError(
-            f"the update of `{stuck[0]}` depends on the gradients of parameters that are cut away (`{min(gone)}`)",
-            hint="strip the training (`onward strip`), cut, and prepare the part again",
+            f"the update of `{stuck[0]}` depends on the gradient of `{min(gone)}`, which is outside",
+            hint="strip the training first: `onward strip MODEL -o plain.onnx`",
         )
     step.update = {key: value for key, value in step.update.items() if key not in state}
     step.reset = {key: value for key, value in step.reset.items() if key not in state}
@@ -108,7 +105,15 @@ def _forget_unreachable(model: Model, index: int, step: Step) -> None:
     step.algorithm.remove([n for n in step.algorithm if any(output in lost for output in n.outputs)], safe=True)
     for name in [n for n, v in step.algorithm.initializers.items() if n in state or not v.uses()]:
         del step.algorithm.initializers[name]
-    _drop_initial_values(step)
+    if (graph := step.initialization) is not None:
+        bound = set(step.reset.values())
+        outputs = [value for value in graph.outputs if value.name in bound]
+        graph.outputs.clear()
+        graph.outputs.extend(outputs)
+        needed, _ = ancestors(outputs)
+        graph.remove([node for node in graph if node not in needed], safe=True)
+        for name in [n for n, v in graph.initializers.items() if not v.uses() and v not in outputs]:
+            del graph.initializers[name]
 
 
 def _trim(gradient: ir.Node, step: Step, model: Model, gone: set[str]) -> set[ir.Value]:
@@ -151,20 +156,6 @@ def _rebuild(
         step.algorithm.remove(node, safe=True)
 
 
-def _drop_initial_values(step: Step) -> None:
-    """Remove unbound outputs from the initialization."""
-    if step.initialization is None:
-        return
-    bound = set(step.reset.values())
-    outputs = [value for value in step.initialization.outputs if value.name in bound]
-    step.initialization.outputs.clear()
-    step.initialization.outputs.extend(outputs)
-    needed, _ = ancestors(outputs)
-    step.initialization.remove([node for node in step.initialization if node not in needed], safe=True)
-    for name in [n for n, v in step.initialization.initializers.items() if not v.uses() and v not in outputs]:
-        del step.initialization.initializers[name]
-
-
 def _move_to_training(model: Model, inference: set[ir.Node], old_inputs: list[ir.Value]) -> None:
     """Move inference nodes that only training needs to the steps."""
     graph = model.graph
@@ -173,14 +164,13 @@ def _move_to_training(model: Model, inference: set[ir.Node], old_inputs: list[ir
         moved = [node for node in graph if node in needed and node not in inference]
         if len(model.steps) > 1 and moved:
             raise UnsupportedError(
-                "several training steps share nodes that the part does not contain",
-                hint="extract with outputs that contain the losses, or strip the training first",
+                "several training steps share nodes behind the outputs",
+                hint="add the losses to the outputs, or strip the training first: `onward strip MODEL -o plain.onnx`",
             )
         values_read = {value for node in moved for value in node.inputs}
         graph.remove(moved)
-        first = step.algorithm[0] if len(step.algorithm) else None
-        if first is not None:
-            first.prepend(moved)
+        if len(step.algorithm):
+            step.algorithm[0].prepend(moved)
         step.algorithm.inputs.extend(v for v in old_inputs if v in values_read and v not in graph.inputs)
         for name in [n for n, v in graph.initializers.items() if v in values_read]:
             value = graph.initializers[name]

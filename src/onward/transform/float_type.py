@@ -21,8 +21,7 @@ _TYPE_ATTRIBUTES = ("to", "dtype", "stash_type", "output_dtype", "output_datatyp
 
 
 def convert_floats(model: Model, dtype: ir.DataType, *, settings: bool = False) -> Model:
-    """Return a copy with all floats as `dtype`, and all tensors in memory; raise if an operator
-    forbids it.
+    """Return a copy with all floats as `dtype`, and all tensors in memory; raise if an operator forbids it.
 
     With `settings`, do not raise: for an engine that takes the type in all operators.
     """

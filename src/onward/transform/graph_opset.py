@@ -118,15 +118,15 @@ def _spread_groups(graph: GraphProto) -> None:
 def _of_channels(node: onnx.NodeProto, groups: int, i: int, name: str) -> list[onnx.NodeProto]:
     """Return nodes that repeat the i-th input of a GroupNormalization for each channel."""
     x, of_groups = node.input[0], node.input[i]
-    groups_, channels, size, shape, one, column, wide, node.input[i] = (f"{name}/{k}" for k in range(8))
+    groups_, channels, size, shape, axis, column, wide, node.input[i] = (f"{name}/{k}" for k in range(8))
     make = onnx.helper.make_node
     return [
         make("Constant", [], [groups_], value_ints=[groups]),
-        make("Constant", [], [one], value_ints=[1]),
+        make("Constant", [], [axis], value_ints=[1]),
         make("Shape", [x], [channels], start=1, end=2),
         make("Div", [channels, groups_], [size]),
         make("Concat", [groups_, size], [shape], axis=0),
-        make("Unsqueeze", [of_groups, one], [column]),
+        make("Unsqueeze", [of_groups, axis], [column]),
         make("Expand", [column, shape], [wide]),
         make("Reshape", [wide, channels], [node.input[i]]),
     ]
@@ -136,14 +136,13 @@ def _refuse_sequence_lengths(graph: GraphProto) -> None:
     for inner in with_nested(graph):
         for node in inner.node:
             if node.op_type == "Scan" and node.input[0]:
-                raise UnsupportedError(f"`Scan` (node `{node.name}`) has lengths of sequences, which no later one has")
+                raise UnsupportedError(f"`Scan` (node `{node.name}`) has sequence lengths, which later versions lack")
 
 
 def _scan_batches(graph: GraphProto) -> None:
     """Put each Scan into another over the batch, which the converter omits.
 
-    In operator set 8, all inputs and outputs of a Scan had a first axis of samples, each scanned by
-    itself.
+    In operator set 8, all inputs and outputs of a Scan had a first axis of samples, each scanned by itself.
     """
     for scan in [node for inner in with_nested(graph) for node in inner.node if node.op_type == "Scan"]:
         inner_scan = onnx.NodeProto.FromString(scan.SerializeToString())
@@ -202,7 +201,7 @@ def _convert(shell: ModelProto, version: int) -> GraphProto:
         reason = reason.rpartition("failed: ")[2]
         raise UnsupportedError(
             f"onnx cannot convert the model to operator set {version}: {reason}",
-            hint="export it again at a newer operator set, or convert it in smaller steps to see which operator it is",
+            hint="export it with a newer operator set, or convert it one version at a time to find the operator",
         ) from error
 
 

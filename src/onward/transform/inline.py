@@ -87,8 +87,7 @@ def _inline(model: Model, is_selected: Callable[[ir.Function], bool], names_in_u
 
 
 def inline_operators(model: Model, operators: Iterable[tuple[str, str]]) -> Model:
-    """Return a copy in which nodes of these operators, as (domain, name), are replaced by their
-    bodies.
+    """Return a copy in which nodes of these operators, as (domain, name), are replaced by their bodies.
 
     They may be functions of the model or operators that the standard defines as functions.
     """

@@ -18,13 +18,7 @@ from onward.transform.opset import convert_opset
 
 
 @checked()
-def merge(
-    first: Source,
-    second: Source,
-    connect: Mapping[str, str] | None = None,
-    *,
-    prefix: str = "",
-) -> Model:
+def merge(first: Source, second: Source, connect: Mapping[str, str] | None = None, *, prefix: str = "") -> Model:
     """Return one model that runs `first` and then `second`, with the training steps of both.
 
         both = onward.transform.merge("encoder.onnx", "decoder.onnx", {"code": "z"}, prefix="decoder/")
@@ -40,7 +34,7 @@ def merge(
         second = add_prefix(second, prefix)
         connect = connect and {output: prefix + name for output, name in connect.items()}
     joins = _joins(first, second, connect)
-    _check_names(first, second, {name for _, name in joins.items()})
+    _check_names(first, second, set(joins.values()))
     for output, name in joins.items():
         source = next(value for value in first.graph.outputs if value.name == output)
         target = next(value for value in second.graph.inputs if value.name == name)
@@ -71,24 +65,23 @@ def _joins(first: Model, second: Model, connect: Mapping[str, str] | None) -> di
     if connect is None:
         if len(outputs) != len(inputs):
             raise InvalidModelError(
-                f"it is not clear how to connect {len(outputs)} outputs ({', '.join(outputs)}) to {len(inputs)} inputs "
-                f"({', '.join(inputs)})",
-                hint="say which output goes to which input",
+                f"cannot connect {len(outputs)} outputs ({', '.join(outputs)}) to {len(inputs)} inputs "
+                f"({', '.join(inputs)}) in order",
+                hint="name the pairs: `connect={'output': 'input'}` (`--connect output=input`)",
             )
         return dict(zip(outputs, inputs, strict=True))
     for name, candidates, role in (
-        *((n, outputs, "output of the first model") for n in connect),
-        *((n, inputs, "input of the second model") for n in connect.values()),
+        *((n, outputs, "the first model has no output") for n in connect),
+        *((n, inputs, "the second model has no input") for n in connect.values()),
     ):
         if name not in candidates:
-            raise UnknownNameError(
-                f"`{name}` is no {role}", hint=suggest(name, candidates) or f"there are {', '.join(candidates)}"
-            )
+            hint = suggest(name, candidates) or f"there are {', '.join(candidates)}"
+            raise UnknownNameError(f"{role} `{name}`", hint=hint)
     by_input: dict[str, str] = {}
     for output, name in connect.items():
         if name in by_input:
             raise InvalidModelError(
-                f"`{by_input[name]}` and `{output}` cannot both be the input `{name}`", hint="connect one of them"
+                f"`{by_input[name]}` and `{output}` are both connected to `{name}`", hint="connect one of them"
             )
         by_input[name] = output
     return dict(connect)
@@ -103,7 +96,7 @@ def _check_names(first: Model, second: Model, connected: set[str]) -> None:
     if shared:
         listed = ", ".join(f"`{name}`" for name in shared[:5]) + (", ..." if len(shared) > 5 else "")
         raise InvalidModelError(
-            f"both models have values named {listed}", hint="give the second one a prefix (`prefix=`, `--prefix`)"
+            f"both models have values named {listed}", hint="give `prefix='second/'` (`--prefix second/`)"
         )
 
 
@@ -138,8 +131,8 @@ def _check_functions(first: Model, second: Model) -> None:
         ours, theirs = first.functions[identifier], second.functions[identifier]
         if ir.to_proto(ours) != ir.to_proto(theirs):
             raise InvalidModelError(
-                f"both models define the function `{identifier[0]}.{identifier[1]}`, in different ways",
-                hint="inline the functions of one of them first (`onward inline`)",
+                f"both models define the function `{identifier[0]}.{identifier[1]}`, with different bodies",
+                hint="inline the functions of one first: `onward inline MODEL -o plain.onnx`",
             )
 
 
@@ -160,7 +153,7 @@ def rename(model: Source, names: Mapping[str, str]) -> Model:
     missing = [name for name in names if name not in by_name]
     if missing:
         listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"there is no value {listed}", hint=suggest_or_list(missing[0], by_name))
+        raise UnknownNameError(f"unknown value {listed}", hint=suggest_or_list(missing[0], by_name))
     new_names = dict(names)
     for value in model.initializers():
         owner = value.const_value.metadata_props.get(PARAMETER_KEY) if value.const_value is not None else None
@@ -170,7 +163,7 @@ def rename(model: Source, names: Mapping[str, str]) -> Model:
     doubled = sorted({new for new in new_names.values() if list(new_names.values()).count(new) > 1})
     if clashes or doubled:
         name = (clashes or doubled)[0]
-        raise InvalidModelError(f"`{name}` is already the name of another value", hint="choose another")
+        raise InvalidModelError(f"`{name}` is already the name of another value", hint="choose another name")
     _rename_all(model, new_names)
     return stamp(model)
 

@@ -25,8 +25,7 @@ _INITIALIZERS_APART = 4
 
 @checked()
 def convert_opset(model: Source, version: Count) -> Model:
-    """Return the model in operator set `version`: inference graph, algorithms, initializations,
-    functions.
+    """Return the model in operator set `version`: inference graph, algorithms, initializations, functions.
 
         newer = onward.transform.convert_opset("training.onnx", 22)
 
@@ -66,8 +65,7 @@ def convert_opset(model: Source, version: Count) -> Model:
 
 
 def of_one_opset(model: Model, oldest: int = 1) -> Model:
-    """Return the model in one version of each operator set, in a common one if it is older than
-    `oldest`.
+    """Return the model in one version of each operator set, in a common one if it is older than `oldest`.
 
     Functions may import other versions than their model. Nothing is converted to an older one.
     """
@@ -119,9 +117,9 @@ def convert_functions(proto: ModelProto, version: int) -> None:
                     operator, opset.domain, opset.version, expected
                 ):
                     raise UnsupportedError(
-                        f"the function `{function.domain}.{function.name}` has `{opset.domain}.{operator}` of version "
-                        f"{opset.version} of its domain, and others of the model have version {expected}",
-                        hint="write all with the same version: nothing converts operators of that domain",
+                        f"`{function.domain}.{function.name}` imports version {opset.version} of `{opset.domain}` for "
+                        f"`{operator}`, the model version {expected}",
+                        hint=f"import the same version of `{opset.domain}` everywhere: nothing converts its operators",
                     )
             opset.version = shared[opset.domain]
     for_calls = _FunctionsOfCalls(proto.functions, version)

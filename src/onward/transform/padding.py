@@ -31,8 +31,7 @@ rounds -1 / 2 to 0. A MaxPool fails for any crop."""
 
 
 def write_padding(model: Model) -> list[str]:
-    """Write out paddings that ONNX Runtime computes differently, in place; return the changed
-    nodes.
+    """Write out paddings that ONNX Runtime computes differently, in place; return the changed nodes.
 
     Raises:
         UnsupportedError: The padding depends on unknown sizes, or runtimes do not agree on it.
@@ -145,8 +144,8 @@ def _write(node: ir.Node, window: _Windows) -> None:
     open_axes = [n is None and s > 1 and k > 1 for n, s, k in zip(sizes, window.strides, window.reaches, strict=True)]
     if window.kernel is None or any(open_axes):
         raise UnsupportedError(
-            f"{described} depends on sizes that the file does not state",
-            hint="state them: `onward set MODEL --shape INPUT=N,3,224,224`",
+            f"{described} depends on unknown sizes",
+            hint="declare them: `onward set MODEL --shape INPUT=N,3,224,224`",
         )
     numbers = zip(sizes, window.reaches, window.strides, strict=True)
     pads = [same_padding(n or 1, reach, stride, window.auto_pad) for n, reach, stride in numbers]

@@ -139,10 +139,12 @@ def weight_dequantizer(matmul: ir.Node) -> ir.Node | None:
 
 def stored_biases(model: Model) -> dict[str, tuple[str, str]]:
     """Return the names of biases stored as integers, with those of the integers and of their scale."""
-    facts = (
-        (node, json.loads(node.metadata_props[BIAS_KEY])) for node in model.graph if BIAS_KEY in node.metadata_props
-    )
-    return {node.inputs[2].name or "": (fact["integers"], fact["scale"]) for node, fact in facts if node.inputs[2]}
+    biases = {}
+    for node in model.graph:
+        if BIAS_KEY in node.metadata_props and (bias := node.inputs[2]):
+            fact = json.loads(node.metadata_props[BIAS_KEY])
+            biases[bias.name or ""] = (fact["integers"], fact["scale"])
+    return biases
 
 
 def open_bias(graph: ir.Graph, matmul: ir.Node) -> ir.Value | None:
@@ -198,13 +200,10 @@ def _store_bias(graph: ir.Graph, matmul: ir.Node) -> None:
         inputs.append(add_initializer(graph, name, np.zeros(shape, np.int32)))
     axis = [] if fact["axis"] is None else [ir.AttrInt64("axis", fact["axis"])]
     node = ir.Node("", "DequantizeLinear", inputs, axis, name=fact["node"])
-    node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = (
-        bias.name,
-        bias.type,
-        bias.shape,
-    )
+    output = node.outputs[0]
+    output.name, output.type, output.shape = bias.name, bias.type, bias.shape
     graph.insert_before(matmul, node)
-    matmul.replace_input_with(2, node.outputs[0])
+    matmul.replace_input_with(2, output)
 
 
 def _make_room(scale: ir.Value, least: np.ndarray) -> None:

@@ -1,6 +1,4 @@
-"""Removal of training from a model, its return after another tool changed the graph, and of unused
-nodes.
-"""
+"""Removal of training and of unused nodes from a model, and return of training after another tool changed the graph."""
 
 from __future__ import annotations
 
@@ -66,8 +64,7 @@ def drop_unused_definitions(model: Model) -> None:
 
 @checked()
 def refresh(changed: Source, training: Source) -> Model:
-    """Return the inference graph of `changed` with the training of `training`, which was made for
-    an earlier form.
+    """Return the inference graph of `changed` with the training that `training` has for an earlier form.
 
         again = onward.transform.refresh("quantized.onnx", "training.onnx")
 
@@ -79,7 +76,9 @@ def refresh(changed: Source, training: Source) -> Model:
     """
     changed, training = load(changed), load(training)
     if not training.steps:
-        raise InvalidModelError("there is no training to put back: the other model has none")
+        raise InvalidModelError(
+            "the second model has no training", hint="run `onward prepare MODEL` on the changed model"
+        )
     result, source = strip(changed), convert_opset(training, changed.opset).copy()
     new = {value.name: value for value in values(result.graph)}
     problems = [problem for value in _read_by_training(source) if (problem := _mismatch(value, new.get(value.name)))]
@@ -87,7 +86,8 @@ def refresh(changed: Source, training: Source) -> Model:
         recipe = any("train.recipe" in step.metadata for step in training.steps)
         raise InvalidModelError(
             "the training no longer matches the inference graph:\n" + "\n".join(f"  {line}" for line in problems),
-            hint="prepare the changed model again" + (" with the recipe that the file records" if recipe else ""),
+            hint="prepare the changed model again"
+            + (" with the recipe in the file: `onward show MODEL`" if recipe else ""),
         )
     old = {value: new[value.name] for value in values(source.graph) if value.name in new}
     for step in source.steps:

@@ -22,7 +22,7 @@ from onward.runtime.sessions import open_session
 from onward.shapes import dims
 from onward.standard import IR_VERSION, KERNELS, domain_of
 
-_HINT = "`onward check` says more"
+_HINT = "run `onward check MODEL`"
 
 
 def value_types(proto: ModelProto, *added: GraphProto) -> dict[str, ValueInfoProto]:
@@ -40,7 +40,7 @@ def _infer_types(proto: ModelProto) -> dict[str, ValueInfoProto]:
         graph = onnx.shape_inference.infer_shapes(proto, data_prop=_is_cheap_to_follow(proto)).graph
     except onnx.shape_inference.InferenceError as error:
         reason = str(error).splitlines()[0]
-        raise InvalidModelError(f"the types of the model do not go together: {reason}", hint=_HINT) from error
+        raise InvalidModelError(f"the types of the model conflict: {reason}", hint=_HINT) from error
     except onnx.checker.ValidationError as error:  # from the inliner inside: more than 100 functions deep
         raise UnsupportedError(
             f"the functions of the model are nested too deep for onnx: {first_line(error)}",
@@ -80,15 +80,15 @@ def fill_in_types(model: Model, values: Iterable[ir.Value], is_known: Callable[[
             sizes = ", ".join(map(str, shape))
             raise InvalidModelError(
                 f"`{value.name}` would be a tensor of [{sizes}], which no machine can hold",
-                hint="look at the sizes, pads and shapes before it: one of them is wrong",
+                hint="check the sizes, pads and shapes before it",
             )
 
 
 def _infer(model: Model, untyped: list[ir.Value]) -> None:
-    part = _part(model, untyped)
-    check_expansion(part)
+    submodel = _before(model, untyped)
+    check_expansion(submodel)
     with without_data(model):
-        types = _infer_types(to_proto(part))
+        types = _infer_types(to_proto(submodel))
     for value in untyped:
         if value.name in types and not (value.is_initializer() or value.is_graph_input()):
             with suppress(ir.serde.SerdeError):  # a type that the graph library cannot hold remains unknown
@@ -105,11 +105,10 @@ def fill_in_types_before(model: Model, ends: Iterable[ir.Value]) -> None:
     fill_in_types(model, values_read.union(*(node.outputs for node in nodes)))
 
 
-def _part(model: Model, untyped: Iterable[ir.Value]) -> Model:
+def _before(model: Model, untyped: Iterable[ir.Value]) -> Model:
     """Return the nodes from which the types follow, back to values with known types.
 
-    Without functions, if it calls none: with them, inference does not follow the integers of
-    shapes.
+    Functions are included only if called: with functions, inference does not follow the integers of shapes.
     """
     graph = model.graph
     pending = [node for value in untyped if (node := value.producer()) is not None]
@@ -233,7 +232,7 @@ def check_equations(proto: ModelProto) -> None:
 def _check_equation(equation: str, described: str) -> None:
     if not _EQUATION.fullmatch(equation):
         raise InvalidModelError(
-            f"`equation` of {described} is {equation!r}", hint="it is of letters, commas and dots, such as `ij,jk->ik`"
+            f"`equation` of {described} is {equation!r}", hint="use letters, commas and dots, as in `ij,jk->ik`"
         )
 
 

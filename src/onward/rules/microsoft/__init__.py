@@ -1,7 +1,7 @@
-"""Operators of ONNX Runtime, which exporters and its own optimisers put into files, as standard ones.
+"""Operators of ONNX Runtime, which exporters and its optimizers write into files, as standard operators.
 
-Their documentation is `ContribOperators.md` in its repository. Attributes have their defaults here, since `onnx` does
-not know these operators; what an operator does only on some devices, or in place, is refused.
+Their documentation is `ContribOperators.md` in its repository. The defaults of attributes are here, since `onnx` does
+not have these operators. Variants for some devices, or in place, are refused.
 """
 
 from onward.rules.microsoft import activation, attention, domain, image, matrix, quantized

@@ -1,9 +1,10 @@
-"""Attention with the projections, masks and caches of keys and values that ONNX Runtime's operators have."""
+"""Attention operators of ONNX Runtime, with projections, masks and key-value caches."""
 
 import numpy as np
 
-from onward.rules.common import largest
-from onward.rules.microsoft.domain import as_length, count_up_to, rank, refuse, rewrite
+from onward.rules.common import largest, rank
+from onward.rules.microsoft.domain import as_length, count_up_to, refuse, rewrite
+from onward.rules.normalization import rotated_halves
 
 _END = [2**31 - 1]
 
@@ -13,7 +14,7 @@ def attention(
     op, x, weights, bias, mask, past, scores_bias, past_length, *, num_heads, qkv_hidden_sizes=None, scale=0.0,
     mask_filter_value=-10000.0, unidirectional=0, do_rotary=0, past_present_share_buffer=0, node,
 ):  # fmt: skip
-    """Self-attention, with the projections to queries, keys and values."""
+    """Return self-attention with the projections to queries, keys and values."""
     if do_rotary or past_present_share_buffer:
         refuse(node, "do_rotary" if do_rotary else "a buffer that past and present share")
     projected = op.MatMul(x, weights)
@@ -22,7 +23,7 @@ def attention(
         q, k, v = op.Split(projected, qkv_hidden_sizes, outputs=3, axis=-1)
     else:
         q, k, v = op.Split(projected, outputs=3, axis=-1, num_outputs=3)
-    q, k, v = (_by_head(op, part, num_heads) for part in (q, k, v))
+    q, k, v = (_by_head(op, x, num_heads) for x in (q, k, v))
     if past is not None:
         k, v = (op.Concat(op.Gather(past, np.int64(i), axis=0), new, axis=2) for i, new in enumerate((k, v)))
     before = None if past is None else op.Shape(past, start=3, end=4)
@@ -36,10 +37,10 @@ def multi_head_attention(
     op, query, key, value, bias, mask, scores_bias, past_key, past_value, past_length, beams, *, num_heads, scale=0.0,
     mask_filter_value=-10000.0, unidirectional=0, node,
 ):  # fmt: skip
-    """Attention of queries, keys and values, which may be packed, and may lack the bias of their projections."""
+    """Return attention of queries, keys and values, which may be packed, plus the bias of their projections."""
     if past_length is not None or beams is not None:
         refuse(node, "a buffer that past and present share")
-    by_head = key is not None and rank(key) == 4  # keys and values that were computed earlier
+    by_head = key is not None and rank(key) == 4  # keys and values from earlier
     if key is None:
         query, key, value = _unpack(op, query, 3)
     elif value is None:
@@ -47,7 +48,7 @@ def multi_head_attention(
     if bias is not None:
         query, key, value = _with_bias(op, query, key, value, bias, only_query=by_head)
     q = _by_head(op, query, num_heads)
-    k, v = (key, value) if by_head else (_by_head(op, part, num_heads) for part in (key, value))
+    k, v = (key, value) if by_head else (_by_head(op, x, num_heads) for x in (key, value))
     before = None
     if past_key is not None:
         before = op.Shape(past_key, start=2, end=3)
@@ -63,28 +64,35 @@ def group_query_attention(
     q_norm, k_norm, *, num_heads, kv_num_heads, scale=0.0, softcap=0.0, local_window_size=-1, do_rotary=0,
     rotary_interleaved=0, smooth_softmax=0, causal=1, sliding_window_cache=0, node,
 ):  # fmt: skip
-    """Attention in which several heads share keys and values; `last` is the place of each sequence's last key."""
+    """Return attention with keys and values for groups of heads; `last` is the index of each sequence's last key."""
     if k_scale is not None or v_scale is not None or sliding_window_cache:
-        refuse(node, "a sliding cache" if sliding_window_cache else "a quantised cache")
+        refuse(node, "a sliding cache" if sliding_window_cache else "a quantized cache")
     if q_norm is not None or k_norm is not None:
-        refuse(node, "normalised queries and keys")
+        refuse(node, "normalized queries and keys")
     if len(node.outputs) > 3 and (node.outputs[3].uses() or node.outputs[3].is_graph_output()):
         refuse(node, "scores as an output")
-    q, k, v = _by_head_in_groups(op, query, key, value, num_heads, kv_num_heads)
+    if key is None:
+        packed = _by_head(op, query, num_heads + 2 * kv_num_heads)
+        q, k, v = op.Split(packed, [num_heads, kv_num_heads, kv_num_heads], outputs=3, axis=1)
+    else:
+        q, k, v = _by_head(op, query, num_heads), _by_head(op, key, kv_num_heads), _by_head(op, value, kv_num_heads)
     length = op.Shape(q, start=2, end=3)
     total = op.Reshape(as_length(op, total), [1])
     count = op.Reshape(as_length(op, last) + 1, [-1, 1])  # of keys in each sequence
     is_prompt = op.Equal(length, total)
     before = op.Where(is_prompt, np.int64(0), count - length)
     if do_rotary:
-        places = _places(op, positions, before, length, is_prompt)
-        cosines, sines = (op.Unsqueeze(op.Gather(cache, places, axis=0), [1]) for cache in (cos, sin))
-        q, k = (_rotate(op, part, cosines, sines, rotary_interleaved, partial=True) for part in (q, k))
+        steps = count_up_to(op, length)
+        if positions is None:
+            positions = before + steps
+        else:  # in a prompt, the operator reads only the first position
+            positions = op.Where(is_prompt, op.Slice(positions, [0, 0], [1, 1]) + steps, positions)
+        cosines, sines = (op.Unsqueeze(op.Gather(cache, positions, axis=0), [1]) for cache in (cos, sin))
+        q, k = (_rotate(op, x, cosines, sines, rotary_interleaved, partial=True) for x in (q, k))
     keys, values = k, v
     if past_key is not None:
         keys, values = (_insert_new(op, past, new, before, total) for past, new in ((past_key, k), (past_value, v)))
-    k, v = (op.Slice(part, [0], total, [2]) for part in (keys, values))
-    k, v = (_repeat_heads(op, part, num_heads, kv_num_heads) for part in (k, v))
+    k, v = (_repeat_heads(op, op.Slice(x, [0], total, [2]), num_heads, kv_num_heads) for x in (keys, values))
 
     scores = _scale_queries(op, q, scale) @ op.Transpose(k, perm=[0, 1, 3, 2])
     scores = op.Tanh(scores / softcap) * softcap if softcap else scores
@@ -92,7 +100,11 @@ def group_query_attention(
     end = op.Unsqueeze(count, [1])  # [sequence, query, key]
     if causal:
         end = op.Min(op.Unsqueeze(before + count_up_to(op, length) + 1, [2]), end)
-    scores = op.Where(op.Unsqueeze(_before(op, end, total, local_window_size), [1]), scores, -largest(scores))
+    position = count_up_to(op, total)
+    visible = position < end
+    if local_window_size >= 0:
+        visible = op.And(visible, position >= end - local_window_size)
+    scores = op.Where(op.Unsqueeze(visible, [1]), scores, -largest(scores))
     y = _side_by_side(op, _with_sink(op, scores, sink, smooth_softmax) @ v)
     return y, keys, values
 
@@ -101,7 +113,7 @@ def group_query_attention(
 def rotary_embedding(
     op, x, positions, cos, sin, *, interleaved=0, num_heads=0, rotary_embedding_dim=0, is_packed_batching=0, node,
 ):  # fmt: skip
-    """Pairs of numbers turned by an angle for each position; one position is that of the first."""
+    """Rotate pairs of numbers by an angle per position; a single position is that of the first token."""
     if is_packed_batching or rank(x) is None or rank(positions) is None:
         refuse(node, "packed batches" if is_packed_batching else "inputs of unknown rank")
     flat = rank(x) == 3
@@ -120,25 +132,17 @@ def rotary_embedding(
 
 
 def _by_head(op, x, heads):
-    """(batch, length, heads * width) as (batch, heads, length, width)."""
-    split = op.Reshape(x, [0, 0, heads, -1])
-    return op.Transpose(split, perm=[0, 2, 1, 3])
+    """Reshape (batch, length, heads * width) to (batch, heads, length, width)."""
+    return op.Transpose(op.Reshape(x, [0, 0, heads, -1]), perm=[0, 2, 1, 3])
 
 
 def _side_by_side(op, x):
-    """And back."""
+    """Reshape (batch, heads, length, width) to (batch, length, heads * width)."""
     return op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
-def _by_head_in_groups(op, query, key, value, heads, groups):
-    if key is not None:
-        return _by_head(op, query, heads), _by_head(op, key, groups), _by_head(op, value, groups)
-    packed = _by_head(op, query, heads + 2 * groups)
-    return op.Split(packed, [heads, groups, groups], outputs=3, axis=1)
-
-
 def _repeat_heads(op, x, heads, groups):
-    """Keys or values for each head, from those for each group of heads."""
+    """Repeat keys or values of each group of heads for its heads."""
     if heads == groups:
         return x
     wide = op.Expand(op.Unsqueeze(x, [2]), [1, 1, heads // groups, 1, 1])
@@ -146,13 +150,12 @@ def _repeat_heads(op, x, heads, groups):
 
 
 def _unpack(op, packed, count):
-    """(batch, length, heads, count, width) as `count` times (batch, length, heads * width)."""
-    parts = op.Split(packed, outputs=count, axis=3, num_outputs=count)
-    return [op.Reshape(part, [0, 0, -1]) for part in parts]
+    """Split (batch, length, heads, count, width) into `count` times (batch, length, heads * width)."""
+    return [op.Reshape(x, [0, 0, -1]) for x in op.Split(packed, outputs=count, axis=3, num_outputs=count)]
 
 
 def _with_bias(op, query, key, value, bias, only_query):
-    """The bias of the three projections lies in one vector."""
+    """Add the bias of the three projections, one vector."""
     first = op.Shape(query, start=-1)
     query = query + op.Slice(bias, [0], first, [0])
     if only_query:
@@ -162,13 +165,13 @@ def _with_bias(op, query, key, value, bias, only_query):
 
 
 def _insert_new(op, past, new, before, total):
-    """Earlier keys or values with the new ones in their places, from `before` on, in each sequence."""
-    have, count = op.Shape(past, start=2, end=3), op.Shape(new, start=2, end=3)
-    length = op.Max(have, total)
-    padded = op.Pad(past, op.Concat([0] * 6, length - have, [0], axis=0))
-    place = count_up_to(op, length) - before
-    inside = op.And(place >= 0, place < count)
-    source = op.Unsqueeze(op.Min(op.Max(place, 0), count - 1), [1, 3])
+    """Return earlier keys or values with the new ones from `before` on, in each sequence."""
+    old, count = op.Shape(past, start=2, end=3), op.Shape(new, start=2, end=3)
+    length = op.Max(old, total)
+    padded = op.Pad(past, op.Concat([0] * 6, length - old, [0], axis=0))
+    index = count_up_to(op, length) - before
+    inside = op.And(index >= 0, index < count)
+    source = op.Unsqueeze(op.Min(op.Max(index, 0), count - 1), [1, 3])
     shape = op.Concat(op.Shape(new, end=2), length, op.Shape(new, start=3), axis=0)
     return op.Where(op.Unsqueeze(inside, [1, 3]), op.GatherElements(new, op.Expand(source, shape), axis=2), padded)
 
@@ -177,14 +180,14 @@ def _insert_new(op, past, new, before, total):
 
 
 def _attend(op, q, k, v, scale, bias):
-    """softmax(scale Q K' + bias) V, with the heads side by side; and the scores in the softmax."""
+    """Return softmax(scale Q K' + bias) V, with the heads side by side, and the scores in the softmax."""
     scores = _scale_queries(op, q, scale) @ op.Transpose(k, perm=[0, 1, 3, 2])
     scores = scores if bias is None else scores + bias
     return _side_by_side(op, op.Softmax(scores, axis=-1) @ v), scores
 
 
 def _scale_queries(op, q, scale):
-    """Queries times the scale, which is the inverse root of their width where none is given."""
+    """Scale queries (default: by the inverse root of their width)."""
     if scale:
         return q * scale
     return q / op.Sqrt(op.CastLike(op.Shape(q, start=-1), q))
@@ -195,30 +198,30 @@ def _sum_present(first, second):
 
 
 def _mask_bias(op, q, k, mask, value, before, causal):
-    """What is added to scores so that queries do not see keys which are padding, or come after them."""
+    """Return the bias of the scores that masks padding and, if `causal`, later keys; None without either."""
     length, total = op.Shape(q, start=2, end=3), op.Shape(k, start=2, end=3)
-    place = count_up_to(op, total)
+    position = count_up_to(op, total)
     bias = None
     if mask is not None:
-        seen = _not_padding(op, mask, op.Shape(q, end=1), length, total, place)
-        bias = op.Where(seen, op.scalar(0, q), op.scalar(value, q))
+        visible = _not_padding(op, mask, op.Shape(q, end=1), length, total, position)
+        bias = op.Where(visible, op.scalar(0, q), op.scalar(value, q))
     if not causal:
         return bias
     query = count_up_to(op, length) if before is None else count_up_to(op, length) + before
-    return op.Where(place <= op.Unsqueeze(query, [1]), op.scalar(0, q) if bias is None else bias, -largest(q))
+    return op.Where(position <= op.Unsqueeze(query, [1]), op.scalar(0, q) if bias is None else bias, -largest(q))
 
 
-def _not_padding(op, mask, batch, length, total, place):
-    """Which keys [batch, 1, query or 1, key] are there, by one of the forms that a mask may have.
+def _not_padding(op, mask, batch, length, total, position):
+    """Return a boolean mask of the keys [batch, 1, query or 1, key].
 
-    They are the end of each sequence, which may be followed by the begins, or 1 for each key that is there.
+    `mask` has the end of each sequence, optionally followed by the beginnings, or 1 for each key to attend to.
     """
     if rank(mask) == 1:
         ends = op.Slice(as_length(op, mask), [0], batch, [0])
         begins = op.Concat(as_length(op, mask), op.Expand([0], batch), axis=0)
         begins = op.Slice(begins, batch, batch * 2, [0])
         by_sequence = [op.Reshape(limits, [-1, 1, 1, 1]) for limits in (begins, ends)]
-        return op.And(place >= by_sequence[0], place < by_sequence[1])
+        return op.And(position >= by_sequence[0], position < by_sequence[1])
     if rank(mask) == 4:
         mask = op.Slice(mask, op.Concat(total - length, [0], axis=0), op.Concat(total, total, axis=0), [2, 3])
     else:
@@ -226,14 +229,8 @@ def _not_padding(op, mask, batch, length, total, place):
     return mask > 0
 
 
-def _before(op, end, total, window):
-    """Which keys come before `end`, and not more than a window before it, if there is one."""
-    place = count_up_to(op, total)
-    return place < end if window < 0 else op.And(place < end, place >= end - window)
-
-
 def _with_sink(op, scores, sink, smooth):
-    """Softmax with one more score, whose share nobody gets."""
+    """Return the softmax with one more score, whose share is dropped."""
     if sink is None and not smooth:
         return op.Softmax(scores, axis=-1)
     extra = op.scalar(0, scores) if sink is None else op.Reshape(sink, [1, -1, 1, 1])
@@ -241,28 +238,13 @@ def _with_sink(op, scores, sink, smooth):
     return op.Slice(op.Softmax(op.Concat(scores, extra, axis=3), axis=-1), [0], [-1], [3])
 
 
-# ---- positions -------------------------------------------------------------------------------------------------------
-
-
-def _places(op, positions, before, length, is_prompt):
-    """Where each new word stands in its sequence. Of the positions in a prompt, only the first is read."""
-    steps = count_up_to(op, length)
-    if positions is None:
-        return before + steps
-    return op.Where(is_prompt, op.Slice(positions, [0, 0], [1, 1]) + steps, positions)
-
-
 def _rotate(op, x, cos, sin, interleaved, partial):
-    """(A, B) -> (A cos - B sin, A sin + B cos), on the last axis; where `partial`, there may be more behind them."""
+    """Rotate halves (A, B) to (A cos - B sin, A sin + B cos); with `partial`, keep the elements behind them."""
     half = op.Shape(cos, start=-1)
+    a, b = rotated_halves(op, x, half, interleaved)
+    rotated = a * cos - b * sin, a * sin + b * cos
     if interleaved:
-        a, b = (op.Slice(x, [first], half * 2, [3], [2]) for first in (0, 1))
+        y = op.Reshape(op.Concat(*(op.Unsqueeze(y, [4]) for y in rotated), axis=4), [0, 0, 0, -1])
     else:
-        a, b = op.Slice(x, [0], half, [3]), op.Slice(x, half, half * 2, [3])
-    turned = a * cos - b * sin, a * sin + b * cos
-    if interleaved:
-        turned = [op.Unsqueeze(part, [4]) for part in turned]
-        y = op.Reshape(op.Concat(*turned, axis=4), [0, 0, 0, -1])
-    else:
-        y = op.Concat(*turned, axis=3)
+        y = op.Concat(*rotated, axis=3)
     return op.Concat(y, op.Slice(x, half * 2, _END, [3]), axis=3) if partial else y

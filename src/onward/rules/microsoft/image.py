@@ -1,10 +1,10 @@
-"""Convolutions together with what comes after them, in ONNX Runtime's layouts; crops of images."""
+"""Fused convolutions in ONNX Runtime's layouts, crops, and GridSample."""
 
 import numpy as np
 
-from onward.rules.common import standard_attributes
+from onward.rules.common import rank, standard_attributes
 from onward.rules.microsoft.activation import apply_activation
-from onward.rules.microsoft.domain import as_length, count_up_to, rank, refuse, rewrite
+from onward.rules.microsoft.domain import as_length, count_up_to, refuse, rewrite
 
 _CONV = ("auto_pad", "dilations", "group", "kernel_shape", "pads", "strides")
 
@@ -18,18 +18,16 @@ def fused_conv(op, x, weights, bias, residual, *, activation=None, activation_pa
 
 @rewrite("NhwcFusedConv")
 def nhwc_fused_conv(op, x, weights, bias, residual, *, activation=None, activation_params=(), node):
-    """The same on images whose channels come last."""
+    """Return a FusedConv of images with channels last."""
     axes = _axes(node, weights)
     x, residual = (None if value is None else channels_first(op, value, axes) for value in (x, residual))
-    y = fused_conv(
-        op, x, weights, bias, residual, activation=activation, activation_params=activation_params, node=node
-    )
-    return channels_last(op, y, axes)
+    settings = {"activation": activation, "activation_params": activation_params, "node": node}
+    return channels_last(op, fused_conv(op, x, weights, bias, residual, **settings), axes)
 
 
 @rewrite("NhwcConv")
 def nhwc_conv(op, x, weights, bias, *, node):
-    """Here the channels come last in the weights too."""
+    """Return a Conv of images and weights with channels last."""
     axes = _axes(node, weights)
     x, weights = channels_first(op, x, axes), channels_first(op, weights, axes)
     return channels_last(op, op.Conv(x, weights, bias, **standard_attributes(node, *_CONV)), axes)
@@ -44,7 +42,7 @@ def nhwc_max_pool(op, x, *, kernel_shape, node):
 
 @rewrite("ConvTransposeWithDynamicPads")
 def conv_transpose_with_dynamic_pads(op, x, weights, pads, bias, *, node):
-    """What is padded away is cut off."""
+    """Crop the padding off a ConvTranspose."""
     settings = standard_attributes(node, "auto_pad", "dilations", "group", "kernel_shape", "output_padding", "strides")
     y = op.ConvTranspose(x, weights, bias, **settings)
     if pads is None:
@@ -55,7 +53,7 @@ def conv_transpose_with_dynamic_pads(op, x, weights, pads, bias, *, node):
 
 @rewrite("CropAndResize")
 def crop_and_resize(op, x, boxes, images, size, *, mode="bilinear", extrapolation_value=0.0):
-    """Y = R X C': a row of R (of C) has the weights of the image's rows (columns) in a row (column) of the crop."""
+    """Return R X C': a row of R (C) has the weights of the image's rows (columns) in a row (column) of the crop."""
     images = op.Gather(x, images, axis=0)
     rows, columns = op.Split(as_length(op, size), outputs=2, axis=0, num_outputs=2)
     top, left, bottom, right = op.Split(boxes, outputs=4, axis=1, num_outputs=4)
@@ -67,33 +65,29 @@ def crop_and_resize(op, x, boxes, images, size, *, mode="bilinear", extrapolatio
 
 
 def _sample_weights(op, first, last, count, length, mode):
-    """The weights [box, 1, sample, pixel] of pixels in samples from `first` to `last`, and which samples are inside."""
+    """Return the weights [box, 1, sample, pixel] of samples from `first` to `last`, and a mask of samples inside."""
     steps = op.CastLike(op.Max(count - 1, 1), first)
-    part = op.Unsqueeze(op.CastLike(count_up_to(op, count), first) / steps, [0])
-    part = op.Where(op.Equal(count, np.int64(1)), 0.5, part)
+    fraction = op.Unsqueeze(op.CastLike(count_up_to(op, count), first) / steps, [0])
+    fraction = op.Where(op.Equal(count, np.int64(1)), 0.5, fraction)
     end = op.CastLike(length - 1, first)
-    place = (first * (1 - part) + last * part) * end
+    position = (first * (1 - fraction) + last * fraction) * end
     pixels = op.CastLike(count_up_to(op, length), first)
     if mode == "nearest":
-        weights = op.CastLike(op.Equal(op.Unsqueeze(op.Floor(place + 0.5), [2]), pixels), first)
+        weights = op.CastLike(op.Equal(op.Unsqueeze(op.Floor(position + 0.5), [2]), pixels), first)
     else:
-        weights = op.Relu(1 - op.Abs(op.Unsqueeze(place, [2]) - pixels))
-    return op.Unsqueeze(weights, [1]), op.And(place >= 0, place <= end)
+        weights = op.Relu(1 - op.Abs(op.Unsqueeze(position, [2]) - pixels))
+    return op.Unsqueeze(weights, [1]), op.And(position >= 0, position <= end)
 
 
 @rewrite("GridSample")
 def grid_sample(op, x, grid, *, mode="bilinear", padding_mode="zeros", align_corners=0):
-    if op.opset >= _LINEAR:
+    if op.opset >= 20:  # GridSample renamed its modes in this operator set
         mode = {"bilinear": "linear", "bicubic": "cubic"}.get(mode, mode)
     return op.GridSample(x, grid, mode=mode, padding_mode=padding_mode, align_corners=align_corners)
 
 
-_LINEAR = 20
-"""The operator set from which on GridSample calls its modes so, since it takes images of any rank."""
-
-
 def _axes(node, weights):
-    """How many axes there are, with those of batches and channels."""
+    """Return the rank of the image, from `kernel_shape` or the weights."""
     kernel = node.attributes.get("kernel_shape")
     if kernel is not None:
         return len(kernel.value) + 2

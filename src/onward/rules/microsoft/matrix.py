@@ -1,10 +1,11 @@
-"""Products of matrices together with what comes before and after them, also with weights of a few bits."""
+"""Matmuls fused with other operators, and with weights of a few bits."""
 
 import numpy as np
 import onnx_ir as ir
 
+from onward.rules.common import rank
 from onward.rules.microsoft.activation import apply_activation, tanh_gelu
-from onward.rules.microsoft.domain import DOMAIN, rank, refuse, rewrite
+from onward.rules.microsoft.domain import DOMAIN, refuse, rewrite
 from onward.rules.registry import gradient
 
 
@@ -47,7 +48,7 @@ def gemm_fast_gelu(op, x, weights, bias):
 def matmul_n_bits(
     op, a, b, scales, zero_points, group, bias, *, K, N, block_size, bits=4, weight_prepacked=0, node,
 ):  # fmt: skip
-    """A times the transpose of weights that share a scale and a zero point in blocks along their rows."""
+    """Multiply A by the transpose of weights with a scale and a zero point per block of a row."""
     if weight_prepacked:
         refuse(node, "weights that are packed for one device")
     if group is not None:
@@ -70,18 +71,19 @@ def matmul_n_bits(
 
 @rewrite("MatMulBnb4")
 def matmul_bnb4(op, a, b, scales, *, K, N, block_size, quant_type, transB=1):
-    """A times weights that are one of 16 numbers each, times the scale of their block; the high bits come first."""
+    """Multiply A by 4-bit weights, indices of 16 numbers, times the scale of their block; the high bits come first."""
     first, second = op.BitShift(b, np.uint8(4), direction="RIGHT"), op.BitwiseAnd(b, np.uint8(15))
-    places = op.Concat(op.Unsqueeze(first, [-1]), op.Unsqueeze(second, [-1]), axis=-1)
+    indices = op.Concat(op.Unsqueeze(first, [-1]), op.Unsqueeze(second, [-1]), axis=-1)
     blocks = -(-N * K // block_size)
-    places = op.Pad(op.Reshape(places, [-1]), [0, blocks * block_size - 2 * (-(-N * K // 2))])
-    numbers = op.CastLike(op.Gather(_FLOAT4 if quant_type == 0 else _NORMAL_FLOAT4, op.Cast(places, to=_INT32)), scales)
+    indices = op.Pad(op.Reshape(indices, [-1]), [0, blocks * block_size - 2 * (-(-N * K // 2))])
+    numbers = op.CastLike(
+        op.Gather(_FLOAT4 if quant_type == 0 else _NORMAL_FLOAT4, op.Cast(indices, to=ir.DataType.INT32)), scales
+    )
     weights = op.Reshape(numbers, [blocks, block_size]) * op.Reshape(scales, [blocks, 1])
     weights = op.Reshape(op.Slice(op.Reshape(weights, [-1]), [0], [N * K], [0]), [N, K])
     return op.MatMul(a, op.Transpose(weights, perm=[1, 0]) if transB else weights)
 
 
-_INT32 = ir.DataType.INT32
 _MAGNITUDES = np.array([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
 _FLOAT4 = np.concatenate([_MAGNITUDES, -_MAGNITUDES]).astype(np.float32)
 _NORMAL_FLOAT4 = np.array(
@@ -92,12 +94,12 @@ _NORMAL_FLOAT4 = np.array(
     ],
     np.float32,
 )  # fmt: skip
-"""The 4-bit types of QLoRA: a float with three exponent bits, and quantiles of the normal distribution."""
+"""Numbers of the 4-bit types of QLoRA: a float with three exponent bits, and quantiles of the normal distribution."""
 
 
 @rewrite("CDist")
 def cdist(op, a, b, *, metric="sqeuclidean", node):
-    """The distance of each row of A from each row of B."""
+    """Return the distance of each row of A from each row of B."""
     difference = op.Unsqueeze(a, [1]) - op.Unsqueeze(b, [0])
     if metric == "sqeuclidean":
         return op.ReduceSumSquare(difference, [2], keepdims=0)
@@ -113,11 +115,8 @@ def inverse(op, dy, x, *, y):
     return -(transposed @ dy @ transposed)
 
 
-# ---- what they share -------------------------------------------------------------------------------------------------
-
-
 def _move_batch_axis(op, x, transposed, batch_last, node):
-    """`x` with its first axis behind the others but the last, and then with the last two exchanged."""
+    """Move the first axis before the last if `batch_last`, then swap the last two if `transposed`."""
     if rank(x) == 1:
         return x
     if batch_last:
@@ -135,12 +134,12 @@ def _swap_last(op, x):
 
 
 def _unpack_bits(op, packed, bits, node):
-    """The numbers of a few bits each that bytes hold along the last axis, the lowest bits first."""
+    """Unpack numbers of a few bits from bytes along the last axis, the lowest bits first."""
     if bits == 8:
         return packed
     if 8 % bits:
         refuse(node, f"weights of {bits} bits")
     shifts = np.arange(0, 8, bits).astype(np.uint8)
-    parts = op.BitShift(op.Unsqueeze(packed, [-1]), shifts, direction="RIGHT")
-    parts = op.BitwiseAnd(parts, np.uint8(2**bits - 1))
-    return op.Reshape(parts, op.Concat(op.Shape(packed, end=-1), [-1], axis=0))
+    numbers = op.BitShift(op.Unsqueeze(packed, [-1]), shifts, direction="RIGHT")
+    numbers = op.BitwiseAnd(numbers, np.uint8(2**bits - 1))
+    return op.Reshape(numbers, op.Concat(op.Shape(packed, end=-1), [-1], axis=0))

@@ -1,34 +1,28 @@
-"""Operators on quantised tensors: dequantised, computed, and quantised again; gradients pass straight through."""
+"""Operators on quantized tensors: dequantize, compute and quantize again, with straight-through gradients."""
+
+import functools
+import operator
 
 import numpy as np
 
-from onward.rules.common import standard_attributes
+from onward.rules.common import rank, standard_attributes
 from onward.rules.microsoft.attention import attention
-from onward.rules.microsoft.domain import rank, refuse, rewrite
+from onward.rules.microsoft.domain import refuse, rewrite
 from onward.rules.microsoft.image import channels_first, channels_last
-from onward.rules.quantization import conv_of_quantised
+from onward.rules.quantization import conv_of_quantized
+
+rewrite("QuantizeLinear")(lambda op, x, scale, zero, *, axis=1: op.QuantizeLinear(x, scale, zero, axis=axis))
+rewrite("DequantizeLinear")(lambda op, x, scale, zero, *, axis=1: op.DequantizeLinear(x, scale, zero, axis=axis))
 
 
-@rewrite("QuantizeLinear")
-def quantize_linear(op, x, scale, zero, *, axis=1):
-    return op.QuantizeLinear(x, scale, zero, axis=axis)
+def _of_two(function):
+    return lambda op, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero: _quantize(
+        op, function(op.DequantizeLinear(a, a_scale, a_zero), op.DequantizeLinear(b, b_scale, b_zero)), scale, zero, a
+    )
 
 
-@rewrite("DequantizeLinear")
-def dequantize_linear(op, x, scale, zero, *, axis=1):
-    return op.DequantizeLinear(x, scale, zero, axis=axis)
-
-
-@rewrite("QLinearAdd")
-def add(op, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
-    y = op.DequantizeLinear(a, a_scale, a_zero) + op.DequantizeLinear(b, b_scale, b_zero)
-    return _quantize(op, y, scale, zero, a)
-
-
-@rewrite("QLinearMul")
-def mul(op, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
-    y = op.DequantizeLinear(a, a_scale, a_zero) * op.DequantizeLinear(b, b_scale, b_zero)
-    return _quantize(op, y, scale, zero, a)
+rewrite("QLinearAdd")(_of_two(operator.add))
+rewrite("QLinearMul")(_of_two(operator.mul))
 
 
 @rewrite("QLinearSigmoid")
@@ -43,7 +37,7 @@ def leaky_relu(op, x, x_scale, x_zero, scale, zero, *, alpha=0.01):
 
 @rewrite("QLinearSoftmax")
 def softmax(op, x, x_scale, x_zero, scale, zero, *, axis=-1, opset):
-    """Until operator set 12, over all axes from `axis` on."""
+    """Return the softmax; below opset 13, over all axes from `axis` on."""
     y = op.DequantizeLinear(x, x_scale, x_zero)
     if opset >= 13:
         y = op.Softmax(y, axis=axis)
@@ -55,12 +49,9 @@ def softmax(op, x, x_scale, x_zero, scale, zero, *, axis=-1, opset):
 @rewrite("QLinearAveragePool")
 def average_pool(op, x, x_scale, x_zero, scale, zero, *, kernel_shape, channels_last=0, node):
     y = op.DequantizeLinear(x, x_scale, x_zero)
-    settings = standard_attributes(
-        node, "auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides"
-    )
-    y = _with_channels_first(
-        op, y, len(kernel_shape) + 2 if channels_last else 0, lambda image: op.AveragePool(image, **settings)
-    )
+    names = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+    pool = functools.partial(op.AveragePool, **standard_attributes(node, *names))
+    y = _with_channels_first(op, y, len(kernel_shape) + 2 if channels_last else 0, pool)
     return _quantize(op, y, scale, zero, x)
 
 
@@ -68,20 +59,19 @@ def average_pool(op, x, x_scale, x_zero, scale, zero, *, kernel_shape, channels_
 def global_average_pool(op, x, x_scale, x_zero, scale, zero, *, channels_last=0, node):
     if channels_last and rank(x) is None:
         refuse(node, "channels last in images of unknown rank")
-    y = _with_channels_first(
-        op, op.DequantizeLinear(x, x_scale, x_zero), rank(x) if channels_last else 0, op.GlobalAveragePool
-    )
+    image = op.DequantizeLinear(x, x_scale, x_zero)
+    y = _with_channels_first(op, image, rank(x) if channels_last else 0, op.GlobalAveragePool)
     return _quantize(op, y, scale, zero, x)
 
 
 @rewrite("QLinearConv")
 def conv(op, x, x_scale, x_zero, weights, w_scale, w_zero, scale, zero, bias, *, channels_last=0, node):
-    """As that of the standard, with images whose channels may come last."""
+    """Return the standard QLinearConv, also with channels last."""
     if channels_last and rank(weights) is None:
         refuse(node, "channels last in images of unknown rank")
 
     def convolved(image):
-        return conv_of_quantised(op, image, x_scale, weights, w_scale, w_zero, bias, node)
+        return conv_of_quantized(op, image, x_scale, weights, w_scale, w_zero, bias, node)
 
     image = op.DequantizeLinear(x, x_scale, x_zero)
     y = _with_channels_first(op, image, rank(weights) if channels_last else 0, convolved)
@@ -90,8 +80,8 @@ def conv(op, x, x_scale, x_zero, weights, w_scale, w_zero, scale, zero, bias, *,
 
 @rewrite("QLinearConcat")
 def concat(op, scale, zero, *inputs, axis):
-    parts = [op.DequantizeLinear(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
-    return _quantize(op, op.Concat(*parts, axis=axis), scale, zero, inputs[0])
+    floats = [op.DequantizeLinear(*inputs[i : i + 3]) for i in range(0, len(inputs), 3)]
+    return _quantize(op, op.Concat(*floats, axis=axis), scale, zero, inputs[0])
 
 
 @rewrite("QLinearWhere")
@@ -102,7 +92,7 @@ def where(op, condition, a, a_scale, a_zero, b, b_scale, b_zero, scale, zero):
 
 @rewrite("QGemm")
 def gemm(op, a, a_scale, a_zero, b, b_scale, b_zero, c, scale, zero, *, alpha=1.0, transA=0, transB=0):
-    """C has the scale alpha a_scale b_scale. There is a scale for B, or one for each of its columns."""
+    """Return the Gemm. C has the scale alpha a_scale b_scale; B may have a scale per column."""
     columns = 0 if transB else 1
     y = op.Gemm(
         op.DequantizeLinear(a, a_scale, a_zero),
@@ -141,12 +131,12 @@ def quantized_attention(
 
 
 def _quantize(op, y, scale, zero, like):
-    """`y` quantised; without a zero point, in the type of `like`."""
+    """Quantize `y`; without a zero point, in the type of `like`."""
     if zero is None and like.dtype is not None:
         zero = op.constant(np.zeros((), like.dtype.numpy()))
     return op.QuantizeLinear(y, scale, zero)
 
 
 def _with_channels_first(op, image, axes, function):
-    """A function of an image that has `axes` axes and its channels last, or its channels first if there are 0."""
+    """Apply a function to an image of rank `axes` with channels last, or with channels first if `axes` is 0."""
     return channels_last(op, function(channels_first(op, image, axes)), axes) if axes else function(image)
