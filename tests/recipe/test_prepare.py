@@ -415,11 +415,6 @@ def test_a_loss_can_be_a_model_a_function_or_a_value_of_the_model(tmp_path):
     assert Stepper(model).forward({"x": np.ones((2, 2), np.float32)})["loss"] == 6
 
 
-def test_a_loss_that_is_not_a_number_is_refused():
-    with pytest.raises(onward.Error, match="not one number"):
-        onward.prepare(digits_mlp(), loss="mse:reduction=none")
-
-
 # ---- initial values --------------------------------------------------------------------------------------------------
 
 
@@ -532,21 +527,16 @@ def test_hyperparameters_of_schedules_and_clipping_are_in_the_file():
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
-        ({"loss": "crossentropy"}, "unknown loss `crossentropy`"),
-        ({"loss": "mse", "optimizer": "adamm"}, "unknown optimizer `adamm`"),
-        ({"loss": "mse", "optimizer": "adam:rl=1"}, "no option `rl`"),
-        ({"loss": "mse", "optimizer": "adam:lr"}, "is not `option=value`"),
-        ({"loss": "mse", "optimizer": "adam:lr=fast"}, "not a number"),
-        ({"loss": "mse", "schedule": "cosin:steps=3"}, "unknown schedule `cosin`"),
-        ({"loss": "mse", "schedule": "cosine"}, "needs `steps`"),
         ({"loss": "mse", "schedule": ["cosine:steps=3", "constant"]}, "until"),
+        (
+            {"loss": "mse", "schedule": ["cosine:steps=3,until=x", "constant"]},
+            "`until` .* is `x`",
+        ),
         ({"loss": "mse", "clip": "normal:1"}, "unknown gradient clipping `normal:1`"),
-        ({"loss": "mse", "clip": -1}, "the limit of `clip=norm` is -1"),
-        ({"loss": "mse", "accumulate": 0}, "`accumulate` is 0"),
-        ({"loss": "mse", "ema": 1.5}, "`ema` is 1.5"),
+        ({"loss": "mse", "clip": "norm"}, "the limit of `clip=norm` is ``, which is not a number"),
         ({"loss": "mse", "loss_scale": "huge"}, "`loss_scale` is `huge`, which is not a number"),
-        ({"loss": "mse", "init": "xaviar"}, "xaviar"),
-        ({"loss": "mse", "groups": ["*.bais:lr=1"]}, "matches no parameter"),
+        ({"loss": "mse", "init": "xaviar"}, "unknown initializer `xaviar`"),
+        ({"loss": "mse:reduction=none"}, "not one number"),
         ({"loss": {"logit": "mse"}}, "no value `logit`"),
     ],
 )

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 import onward
 from onward.engines import start
 from onward.errors import Error, RecipeError
-from onward.recipe.preprocessing import with_preprocessing
+from onward.recipe.preprocessing.join import with_preprocessing
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RGB = np.random.default_rng(0).integers(0, 256, (3, 50, 70, 3), np.uint8)

@@ -17,7 +17,7 @@ from runs import QUIET, RECIPE, Arrays, state
 
 import onward
 from onward.errors import DataError, RecipeError
-from onward.recipe.preprocessing import with_preprocessing
+from onward.recipe.preprocessing.join import with_preprocessing
 from onward.training.api import find_lr, resume, train
 from onward.training.data import format_for, open_data
 from onward.training.preparation import single_pictures

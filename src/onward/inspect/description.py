@@ -41,7 +41,7 @@ from onward.model.storage import is_external
 from onward.model.walk import ancestors, read_by
 from onward.recipe.exporter_notes import folding_remarks
 from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax
-from onward.recipe.preprocessing import notes_on_moves
+from onward.recipe.preprocessing.augment import notes_on_moves
 from onward.recipe.schedules import SCHEDULES
 from onward.recipe.spec import Spec
 from onward.run_state.reading import (

@@ -19,8 +19,6 @@ _BLOCK = 1 << 22
 
 
 def stored_shape(value: ir.Value) -> tuple[int, ...] | None:
-    if value.const_value is not None:
-        return tuple(value.const_value.shape.numpy())
     if (tensor := constant_tensor(value)) is not None:
         return tuple(tensor.shape.numpy())
     return tuple(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else None
@@ -37,7 +35,8 @@ def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
         value.type = ir.TensorType(value.const_value.dtype)  # type: ignore[union-attr]
         value.shape = ir.Shape(value.const_value.shape.numpy())  # type: ignore[union-attr]
         return value
-    tensor, name = _evaluate(node), value.name or ""
+    name, stored = value.name or "", stored_tensor(value)
+    tensor = _run(node) if stored is None else under_name(name, stored)
     if node.op_type == "DequantizeLinear":
         integers = constant_tensor(node.inputs[0])
         assert integers is not None
@@ -89,11 +88,6 @@ def blocks(array: np.ndarray) -> Iterator[np.ndarray]:
         array = array[(slice(1),) * array.ndim]
     flat = array.reshape(-1)
     return (flat[start : start + _BLOCK] for start in range(0, len(flat), _BLOCK))
-
-
-def _evaluate(node: ir.Node) -> ir.TensorProtocol:
-    tensor = stored_tensor(node.outputs[0])
-    return _run(node) if tensor is None else under_name(node.outputs[0].name, tensor)
 
 
 def under_name(name: str | None, tensor: ir.TensorProtocol) -> ir.TensorProtocol:

@@ -255,21 +255,18 @@ def can_restore(model: Model) -> bool:
 
 def signature(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
     """Return a map from the names of call arguments to tensors of the module."""
-    return _parse(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
-
-
-@functools.lru_cache(maxsize=4)
-def _parse(text: str) -> dict[str, ModuleTensor]:
-    return {argument: ModuleTensor(name, role) for argument, role, name in _HELD.findall(text)}
+    return _parse(graph.metadata_props.get(_SIGNATURE, ""))[0] if graph is not None else {}
 
 
 def _held_by_name(graph: ir.Graph | None) -> Mapping[str, ModuleTensor]:
-    return _parse_by_name(graph.metadata_props.get(_SIGNATURE, "")) if graph is not None else {}
+    return _parse(graph.metadata_props.get(_SIGNATURE, ""))[1] if graph is not None else {}
 
 
 @functools.lru_cache(maxsize=4)
-def _parse_by_name(text: str) -> dict[str, ModuleTensor]:
-    return {tensor.name: tensor for tensor in _parse(text).values()}
+def _parse(text: str) -> tuple[dict[str, ModuleTensor], dict[str, ModuleTensor]]:
+    """Return the tensors of a signature by argument, and by name in the module."""
+    tensors = {argument: ModuleTensor(name, role) for argument, role, name in _HELD.findall(text)}
+    return tensors, {tensor.name: tensor for tensor in tensors.values()}
 
 
 def _folded_from(value: ir.Value) -> list[str]:
@@ -312,9 +309,8 @@ class _Restoration:
             for tensor, (node, index) in assigned or ():
                 stored = node.inputs[index]
                 assert stored is not None and stored.name is not None and stored.const_value is not None
-                separate = self._added.get((stored.name, tensor.name)) or self._add(
-                    stored.name, tensor, stored.const_value
-                )
+                separate = self._added.get((stored.name, tensor.name))
+                separate = separate or self._add(stored.name, tensor, stored.const_value)
                 self.changes.separated[separate.name or ""] = stored.name
                 node.replace_input_with(index, separate)
 
@@ -600,7 +596,8 @@ def folding_remarks(model: Model) -> Iterator[str]:
     """Return a sentence for each layer that the export seems to have folded away."""
     nodes = list(model.graph)
     operators = {node.op_type for node in nodes}
-    layers = [node for node in nodes if node.op_type in ("Conv", "ConvTranspose", "Gemm") and _has_bias(node)]
+    with_bias = [node for node in nodes if node.op_type in _WITH_BIAS and len(node.inputs) > _BIAS]
+    layers = [node for node in with_bias if constant_tensor(node.inputs[_BIAS]) is not None]
     traces = [node for node in layers if _had_batch_norm(node)]
     normalizes = any(name.endswith("Normalization") or name == "Sqrt" for name in operators)
     is_quantized = "DequantizeLinear" in operators  # quantization folds BatchNormalization on purpose
@@ -633,10 +630,6 @@ def folding_remarks(model: Model) -> Iterator[str]:
 
 
 _QUANTIZED = {"QLinearConv", "QLinearMatMul", "MatMulInteger", "ConvInteger", "QGemm", "DynamicQuantizeMatMul"}
-
-
-def _has_bias(node: ir.Node) -> bool:
-    return len(node.inputs) > 2 and constant_tensor(node.inputs[2]) is not None
 
 
 def _had_batch_norm(node: ir.Node) -> bool:

@@ -171,34 +171,25 @@ def _update_shapes(model: Model, head: Layer, after: list[ir.Node], old: int, ne
 
 def _tell_size(model: Model, node: ir.Node, position: int, old: int, new: int) -> None:
     """Replace the one size in the shape that a node takes, which may be a Concat of parts."""
-    pieces = [piece for piece in _pieces(node, position) if old in _integers(piece)]
-    if not pieces:
+    value = node.inputs[position]
+    reader, indices = node, [position]
+    if value is not None and (concat := value.producer()) is not None and concat.op_type == "Concat":
+        reader, indices = concat, list(range(len(concat.inputs)))
+    integers = {index: constant_ints(reader.inputs[index]) or () for index in indices}
+    matches = [index for index, sizes in integers.items() for size in sizes if size == old]
+    if not matches:
         return
     shape = node.inputs[0].shape if node.inputs[0] is not None else None
-    if sum(_integers(piece).count(old) for piece in pieces) > 1 or (shape is not None and list(shape).count(old) > 1):
+    if len(matches) > 1 or (shape is not None and list(shape).count(old) > 1):
         raise UnsupportedError(f"several sizes of {node.op_type} `{node.name}` are {old}, as the number of classes")
-    ((reader, index),) = pieces
-    value = reader.inputs[index]
+    value = reader.inputs[matches[0]]
     assert value is not None
-    sizes = np.asarray([new if size == old else size for size in _integers(pieces[0])], np.int64)
-    changed = add_initializer(model.graph, model.names().fresh(f"{value.name}/resized"), sizes)
-    reader.replace_input_with(index, changed)
+    resized = np.asarray([new if size == old else size for size in integers[matches[0]]], np.int64)
+    changed = add_initializer(model.graph, model.names().fresh(f"{value.name}/resized"), resized)
+    reader.replace_input_with(matches[0], changed)
     if value.uses() or value.is_graph_output():
         return
     if (producer := value.producer()) is not None:
         model.graph.remove(producer, safe=True)
     elif value.name is not None and value.is_initializer() and not value.is_graph_input():
         del model.graph.initializers[value.name]
-
-
-def _pieces(node: ir.Node, index: int) -> list[tuple[ir.Node, int]]:
-    """Return the inputs that hold a shape: the input itself, or those of its Concat."""
-    value = node.inputs[index]
-    producer = value.producer() if value is not None else None
-    if producer is not None and producer.op_type == "Concat":
-        return [(producer, i) for i in range(len(producer.inputs))]
-    return [(node, index)]
-
-
-def _integers(piece: tuple[ir.Node, int]) -> tuple[int, ...]:
-    return constant_ints(piece[0].inputs[piece[1]]) or ()

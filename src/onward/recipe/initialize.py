@@ -277,13 +277,19 @@ def check_patterns(init: str | Mapping[str, Any], parameters: Sequence[ir.Value]
 
 
 def bind_initial_value(builder: StepBuilder, value: ir.Value, init: str | Mapping[str, Any]) -> None:
-    """Bind a state variable of the inference graph to its initial value."""
-    spec = _spec_for(value.name or "", init)
-    if spec.name == _FILE:
-        builder.reset(value, lambda op: _copy_of_stored(op, value))
+    """Bind a state variable of the inference graph to its initial value.
+
+    A map by pattern gives the initializer of the first match, or else the stored value.
+    """
+    if isinstance(init, Mapping) and "name" not in init:
+        init = next((spec for pattern, spec in init.items() if matching([pattern], [value.name or ""])), _FILE)
+    spec, stored = parse(init), value.const_value
+    if spec.name != _FILE:
+        key = builder.seed_key()
+        builder.reset(value, lambda op: _fresh(op, value, spec, key))
         return
-    key = builder.seed_key()
-    builder.reset(value, lambda op: _fresh(op, value, spec, key))
+    assert stored is not None
+    builder.reset(value, lambda op: op.Identity(op(register(op, value.name or "", without_tags(stored)))))
 
 
 class Drawn(NamedTuple):
@@ -313,16 +319,3 @@ def draw_initial_values(parameters: Sequence[Drawn], seed: int) -> list[ir.Tenso
 
 def _fresh(op: Builder, value: ir.Value, spec: Spec, key: Expr) -> Expr:
     return initializer(spec.name).build(op, random.site_key(op, key, value.name or ""), value, **spec.options)
-
-
-def _spec_for(name: str, init: str | Mapping[str, Any]) -> Spec:
-    """Return the initializer of a parameter: for all, of the first match, or `file`."""
-    if isinstance(init, Mapping) and "name" not in init:
-        specs = (spec for pattern, spec in init.items() if matching([pattern], [name]))
-        return parse(next(specs, _FILE))
-    return parse(init)
-
-
-def _copy_of_stored(op: Builder, value: ir.Value) -> Expr:
-    assert value.const_value is not None
-    return op.Identity(op(register(op, value.name or "", without_tags(value.const_value))))

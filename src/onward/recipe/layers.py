@@ -47,17 +47,19 @@ class Layer:
         return self.node.outputs[0]
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def _tensor(self) -> ir.TensorProtocol:
         tensor = constant_tensor(self.weight)
         assert tensor is not None
-        return tuple(tensor.shape.numpy())
+        return tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape.numpy())
 
     @property
     def dtype(self) -> ir.DataType:
         """Type in which the layer computes, which may differ from that of the stored weight."""
-        tensor = constant_tensor(self.weight)
-        assert tensor is not None
-        dtype = tensor.dtype
+        dtype = self._tensor.dtype
         for node in self.path:
             if node.op_type == "Cast":
                 dtype = ir.DataType(node.attributes.get_int("to", dtype.value))

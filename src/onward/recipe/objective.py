@@ -17,7 +17,7 @@ from onward.model.core import all_names, tensor_of, values
 from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.losses.definitions import one_of, reduce_loss
-from onward.recipe.spec import Spec, check_options, checked_number, parse, split_address
+from onward.recipe.spec import Spec, check_options, checked_number, is_graph, parse, split_address
 from onward.recipe.step_builder import StepBuilder, embed
 from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
@@ -51,12 +51,10 @@ def terms(loss: Any) -> list[Term]:
     """Parse a loss: a spec, a model or function, a list, or a map from output names."""
     if isinstance(loss, Mapping) and "name" not in loss:
         return [dataclasses.replace(term, output=output) for output, spec in loss.items() for term in terms(spec)]
-    if isinstance(loss, Model | ir.Function | os.PathLike | bytes) or hasattr(loss, "SerializeToString"):
-        return [Term(Spec("custom"), custom=loss)]
-    if isinstance(loss, Sequence) and not isinstance(loss, str):  # which a function is, too: of nodes
+    if is_graph(loss):  # before lists: a function is a sequence of nodes
+        return [Term(Spec("custom", {"file": os.path.basename(loss)} if isinstance(loss, str) else {}), custom=loss)]
+    if isinstance(loss, Sequence) and not isinstance(loss, str):
         return [term for item in loss for term in terms(item)]
-    if isinstance(loss, str) and loss.endswith(".onnx"):
-        return [Term(Spec("custom", {"file": os.path.basename(loss)}), custom=loss)]
     output = None
     if isinstance(loss, str):
         output, loss = split_address(loss, {*LOSSES, _EXISTING})  # `logits=cross_entropy:label_smoothing=0.1`

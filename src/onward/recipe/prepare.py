@@ -17,7 +17,7 @@ from onward.model.core import link_gradients, unlink_gradients, values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors
 from onward.options import Fields, StepOptions, documented, with_options
-from onward.recipe import lora, objective, preprocessing, prune, quantize
+from onward.recipe import lora, objective, prune, quantize
 from onward.recipe.constants import in_bodies, lift
 from onward.recipe.distill import Distillation
 from onward.recipe.exporter_notes import restore
@@ -34,6 +34,9 @@ from onward.recipe.optimizers.groups import (
     patterns,
     with_rate,
 )
+from onward.recipe.preprocessing import join
+from onward.recipe.preprocessing.augment import Augmentation
+from onward.recipe.preprocessing.pipeline import by_input
 from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.step_builder import StepBuilder
@@ -77,10 +80,10 @@ class Recipe(Fields, StepOptions):
         model = model.copy()
         restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
-        before = None if self.preprocess is None else preprocessing.open_preprocessing(self.preprocess)
+        before = None if self.preprocess is None else join.open_preprocessing(self.preprocess)
         resolved = self._resolved()
         optimizer = given_optimizer(resolved["optimizer"])
-        needed = 0 if before is None else preprocessing.opset_of(before)
+        needed = 0 if before is None else join.opset_of(before)
         needed = max(needed, opset_of(optimizer, self.groups), teaching.opset if teaching else 0)
         model = of_one_opset(model, OLDEST_OPSET)
         model = convert_opset(model, max(model.opset, needed))
@@ -105,14 +108,14 @@ class Recipe(Fields, StepOptions):
         is_quantized = any(RANGE_KEY in node.metadata_props for node in model.graph)
         learned = ranges.learned_scales(model, selection.parameters) if is_quantized else []
         masks = self._prune(model, selection.parameters)
-        varied = {} if is_empty(self.augment) else preprocessing.by_input(model, self.augment)
+        varied = {} if is_empty(self.augment) else by_input(model, self.augment)
         inputs = [value.name or "" for value in model.inputs]
         # After the selection, so that no constant of the preprocessing is trained.
-        entries = {} if before is None else preprocessing.put_before(model, before)
+        entries = {} if before is None else join.put_before(model, before)
         builder = StepBuilder(model, self.seed, name=self.name or f"training{len(model.steps) or ''}")
         augmentation = None
         if varied or self.move_with_image is not None:
-            augmentation = preprocessing.Augmentation(builder, entries, inputs, varied, self.move_with_image)
+            augmentation = Augmentation(builder, entries, inputs, varied, self.move_with_image)
         changed = augmentation.changed if augmentation else {}
         trained = training_forward(builder, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
@@ -237,7 +240,7 @@ def prepare(model: Source, **recipe: Any) -> Model:
 
 
 def _inputs_in_training(
-    model: Model, entries: Mapping[str, preprocessing.ModelInput], trained: Mapping[ir.Value, ir.Value]
+    model: Model, entries: Mapping[str, join.ModelInput], trained: Mapping[ir.Value, ir.Value]
 ) -> dict[str, ir.Value]:
     """Return the inputs that preprocessing or augmentation changes, with their values in training."""
     read = {value.name or "": value for value in model.inputs} | {name: e.value for name, e in entries.items()}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import onnx_ir as ir
 
 from onward.arguments import Range
 from onward.errors import RecipeError, UnknownNameError, suggest
@@ -57,6 +60,13 @@ def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable
         first = next(iter(options_of(function)[0]), name) if function is not None else name
         rest = f"{first}={rest}"
     return Spec(name.strip(), parse_options(rest, text))
+
+
+def is_graph(value: Any) -> bool:
+    """True for a model, a function or a file, in place of a spec."""
+    if isinstance(value, str):
+        return value.endswith(".onnx")
+    return isinstance(value, Model | ir.Function | os.PathLike | bytes) or hasattr(value, "SerializeToString")
 
 
 def split_address(text: str, known: Container[str]) -> tuple[str | None, str]:

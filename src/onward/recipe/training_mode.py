@@ -60,13 +60,13 @@ def training_forward(
             _batch_normalization(builder, node, new, variance)
         elif RANGE_KEY in node.metadata_props and is_observed(node) and STORED_KEY not in node.metadata_props:
             observe(builder, node, new)
-        elif node.op_type == "Dropout" and _constant(node, 1, 0.5) != 0.0:
+        elif node.op_type == "Dropout" and (ratio := _dropout_ratio(node)) != 0.0:
             if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
                 raise UnsupportedError(
                     f"other nodes read the mask of Dropout `{node.name}`", hint="remove them from the inference graph"
                 )
             op = builder.op.scoped(f"train/{node.name or node.op_type}")
-            x, ratio = node.inputs[0], _constant(node, 1, 0.5)
+            x = node.inputs[0]
             assert x is not None
             if ratio is None:
                 raise UnsupportedError(f"the ratio of Dropout `{node.name}` is computed", hint="make it a constant")
@@ -111,7 +111,7 @@ def _batch_normalization(
     if variance == "sample":
         batch_var = _sample_variance(x, batch_var)
     new[node.outputs[0]] = _like(y, node.outputs[0], builder)
-    momentum = _shortest(node.attributes.get_float("momentum", 0.9))
+    momentum = float(str(np.float32(node.attributes.get_float("momentum", 0.9))))  # 0.9, not 0.8999999761581421
     for old, running, batch in zip(node.inputs[3:5], (mean, var), (batch_mean, batch_var), strict=True):
         assert old is not None
         # A second normalization with the same statistics continues from here.
@@ -123,11 +123,6 @@ def _sample_variance(x: Expr, population: Expr) -> Expr:
     shape = op.Shape(x)
     n = op.CastLike(op.Div(op.ReduceProd(shape, keepdims=0), op.Gather(shape, np.int64(1))), population)
     return population * (n / op.Max(n - 1, 1))
-
-
-def _shortest(attribute: float) -> float:
-    """Return the shortest decimal number of a float32 attribute: 0.9, not 0.8999999761581421."""
-    return float(str(np.float32(attribute)))
 
 
 def bind_statistics(builder: StepBuilder, new: dict[ir.Value, ir.Value]) -> list[ir.Value]:
@@ -142,9 +137,10 @@ def bind_statistics(builder: StepBuilder, new: dict[ir.Value, ir.Value]) -> list
     return statistics
 
 
-def _constant(node: ir.Node, index: int, default: float) -> float | None:
-    if index >= len(node.inputs) or (value := node.inputs[index]) is None:
-        return default
+def _dropout_ratio(node: ir.Node) -> float | None:
+    """Return the ratio of a Dropout; None if it is computed."""
+    if len(node.inputs) < 2 or (value := node.inputs[1]) is None:
+        return 0.5  # the operator's default
     tensor = constant_tensor(value)
     return float(tensor.numpy().reshape(-1)[0]) if tensor is not None else None
 

@@ -87,9 +87,8 @@ class UpdateBuilder:
 
     def _declare_masters(self, enabled: bool | None) -> dict[ir.Value, Expr]:
         """Add float32 copies of low-precision parameters, which the optimizer updates."""
-        if enabled is False:
-            return {}
-        return {value: self._master(value) for value in self.parameters if value.dtype in HALVES}
+        halves = [value for value in self.parameters if value.dtype in HALVES and enabled is not False]
+        return {value: self._master(value) for value in halves}
 
     def _master(self, value: ir.Value) -> Expr:
         tensor = ir.LazyTensor(

@@ -31,7 +31,7 @@ from onward.options import (
 from onward.recipe import Recipe, quantize
 from onward.recipe.exporter_notes import folding_remarks
 from onward.recipe.metrics import chosen_metrics, measures_of
-from onward.recipe.preprocessing import with_preprocessing
+from onward.recipe.preprocessing.join import with_preprocessing
 from onward.run_state.reading import blame_model, last_update, rate_now, read_training
 from onward.training.callbacks import Callback
 from onward.training.config import Config, refuse_placeholders, settings_from

@@ -18,8 +18,9 @@ from onward.inspect.parameters import exporter_remarks, verdicts
 from onward.model import Model
 from onward.recipe import prepare, replace_head
 from onward.recipe.metrics import Labels
-from onward.recipe.preprocessing import Pipeline, Raw, notes_on_moves, open_preprocessing, pipelines, shared_axes
-from onward.recipe.preprocessing.pipeline import TEXT_INPUT, form_of
+from onward.recipe.preprocessing.augment import notes_on_moves, shared_axes
+from onward.recipe.preprocessing.join import open_preprocessing
+from onward.recipe.preprocessing.pipeline import TEXT_INPUT, Pipeline, Raw, form_of, pipelines
 from onward.recipe.preprocessing.text import Vocabulary, tokenize, words_of
 from onward.recipe.spec import Spec, arguments, options_of
 from onward.runtime.sessions import open_session

@@ -283,13 +283,10 @@ def _formula_row(name: str, draws: str, formula: Formula, *, by_element: bool = 
     return LossRow(name, draws, read=read, formula=formula, by_element=by_element, **columns)
 
 
-def _no_settings(options: Options, prediction: Prediction) -> dict[str, Any]:
-    return {}
-
-
 def _plain_row(name: str, class_name: str, alias: str, *losses: str) -> LossRow:
     """Return a row for a loss without settings, which is read as the first of `losses`."""
-    read, write = lambda options, _: {"name": losses[0]}, dict.fromkeys(losses, _no_settings)
+    read: Read = lambda options, prediction: {"name": losses[0]}
+    write: dict[str, Write] = dict.fromkeys(losses, lambda options, prediction: {})
     return LossRow(name, "real", class_name, (alias,), read, write, of_any_output=True)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from onward.recipe.schedules import schedule as known_schedule
+from onward.recipe.schedules import schedule as schedule_of_recipe
 from onward.recipe.spec import Spec
 
 Pieces = list[tuple[Spec, float]]
@@ -144,8 +144,8 @@ def complete(pieces: Sequence[tuple[Spec, float]]) -> list[dict[str, Any]]:
     """Return schedules with all their numbers and choices, as `Factor` takes them."""
     completed: list[dict[str, Any]] = []
     for spec, until in pieces:
-        numbers, choices = known_schedule(spec.name).resolve(spec.options)
-        end = {"until": until} if until < math.inf else {}
+        numbers, choices = schedule_of_recipe(spec.name).resolve(spec.options)
+        end = {"until": until} if until < FOREVER else {}
         completed.append({"name": spec.name, **numbers, **choices, **end})
     return completed
 

@@ -224,7 +224,10 @@ def open_function(source: Any) -> FunctionOptimizer:
         return source
     if isinstance(source, ir.Function) or type(source).__name__ == "FunctionProto":
         function = source.clone() if isinstance(source, ir.Function) else ir.from_proto(source)
-        optimizer = FunctionOptimizer(function.name, _as_model(function), _DEFAULT_RATE)
+        graph = function.graph
+        graph.opset_imports.update(function.opset_imports)
+        model = Model(ir.Model(graph, ir_version=IR_VERSION))
+        optimizer = FunctionOptimizer(function.name, model, _DEFAULT_RATE)
     else:
         model = load(source).copy()
         optional = {name: value for name, value in model.graph.initializers.items() if value in model.graph.inputs}
@@ -235,13 +238,6 @@ def open_function(source: Any) -> FunctionOptimizer:
         optimizer = FunctionOptimizer(model.graph.name or "optimizer", model, lr, defaults)
     optimizer.check()
     return optimizer
-
-
-def _as_model(function: ir.Function) -> Model:
-    graph = function.graph
-    imports = graph.opset_imports
-    imports.update(function.opset_imports)
-    return Model(ir.Model(graph, ir_version=IR_VERSION))
 
 
 def change_options(optimizer: FunctionOptimizer, options: Mapping[str, Any]) -> FunctionOptimizer:

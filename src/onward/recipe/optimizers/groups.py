@@ -6,7 +6,6 @@ Targets of an optimizer are the parameters, or float32 copies of them.
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -18,7 +17,6 @@ import onnx_ir as ir
 from onward.arguments import coerce
 from onward.build import Builder, Expr
 from onward.errors import RecipeError, UnknownNameError, list_names, suggest_or_list
-from onward.model import Model
 from onward.recipe.layers import layers
 from onward.recipe.optimizers.definition import ConfiguredOptimizer
 from onward.recipe.optimizers.graph_optimizer import (
@@ -31,7 +29,7 @@ from onward.recipe.optimizers.graph_optimizer import (
     open_function,
 )
 from onward.recipe.optimizers.updates import configure
-from onward.recipe.spec import Spec, check_options, parse, parse_options
+from onward.recipe.spec import Spec, check_options, is_graph, parse, parse_options
 from onward.recipe.step_builder import StepBuilder, fill, full_tensor
 from onward.recipe.trainable import matching
 
@@ -76,7 +74,7 @@ def given_optimizer(given: Any) -> Given:
     if isinstance(given, Mapping) and "function" in given:
         check_options("an optimizer that is a function", given, dict.fromkeys(OPTIONS))
         return change_options(open_function(given["function"]), given)
-    return open_function(given) if _is_graph(given) else parse(given)
+    return open_function(given) if is_graph(given) else parse(given)
 
 
 def with_rate(spec: Any, lr: float) -> Any:
@@ -87,12 +85,6 @@ def with_rate(spec: Any, lr: float) -> Any:
     if RATE in optimizer.options:
         raise RecipeError(f"the learning rate is given twice: {lr:g}, and in `{optimizer}`", hint="leave one out")
     return Spec(optimizer.name, {RATE: lr, **optimizer.options})
-
-
-def _is_graph(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.endswith(".onnx")
-    return isinstance(value, Model | ir.Function | os.PathLike | bytes) or hasattr(value, "SerializeToString")
 
 
 def patterns(specs: Sequence[Any]) -> list[str]:
@@ -313,7 +305,10 @@ class _WholeGroup:
         for name, value in self._parameters.items():
             target = self._targets[value]
             arguments |= {name: op(target), gradient_of(name): like_target(op, gradients[value], target)}
-        inputs = [_as_declared(op, arguments[value.name or ""], value) for value in self._optimizer.inputs]
+        inputs = []
+        for value in self._optimizer.inputs:
+            expr = arguments[value.name or ""]
+            inputs.append(expr if value.dtype in (None, expr.dtype) else op.Cast(expr, to=value.dtype))
         names = [*self._optimizer.parameters, *self._state]
         results = op.node(self._function.domain, self._function.name, *inputs, outputs=len(names))
         new: dict[str, Expr] = {}
@@ -334,10 +329,6 @@ def like_target(op: Builder, gradient: Expr, target: ir.Value) -> Expr:
 def _new_values(op: Builder, x: Expr, value: ir.Value, target: ir.Value) -> dict[str, Expr]:
     name = value.name or ""
     return {name: x} if target is value else {name: op.Cast(x, to=value.dtype), f"{name}/master": x}
-
-
-def _as_declared(op: Builder, expr: Expr, declared: ir.Value) -> Expr:
-    return expr if declared.dtype in (None, expr.dtype) else op.Cast(expr, to=declared.dtype)
 
 
 def _reset(op: Builder, initial: np.ndarray) -> Expr:

@@ -7,7 +7,6 @@ and takes raw data. The model's own input is renamed to `NAME/preprocessed`.
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import onnx_ir as ir
@@ -28,6 +27,7 @@ from onward.recipe.preprocessing.pipeline import (
     text_pipeline,
 )
 from onward.recipe.preprocessing.text import TEXT_OPSET
+from onward.recipe.spec import is_graph
 from onward.recipe.step_builder import take_apart
 from onward.standard import METADATA_IR, ML_DOMAIN, OLDEST_OPSET
 from onward.transform.inline import inline
@@ -66,9 +66,7 @@ def with_preprocessing(source: Model, preprocess: Any) -> Model:
 
 def open_preprocessing(preprocess: Any) -> Any:
     """Return preprocessing; read it if it is a file."""
-    is_file = isinstance(preprocess, str) and preprocess.strip().endswith(".onnx")
-    is_source = isinstance(preprocess, os.PathLike | bytes) or hasattr(preprocess, "SerializeToString")
-    return strip(inline(load(preprocess))) if is_file or is_source or isinstance(preprocess, Model) else preprocess
+    return strip(inline(load(preprocess))) if is_graph(preprocess) else preprocess
 
 
 def opset_of(preprocess: Any) -> int:

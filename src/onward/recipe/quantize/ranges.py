@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -164,7 +163,7 @@ def observe(builder: StepBuilder, node: ir.Node, new: dict[ir.Value, ir.Value]) 
         averages = []
         for name, number, initial in zip(rounding.limits, (low, high), _known_range(rounding), strict=True):
             start = ir.Tensor(np.asarray(initial, np.float32))
-            state = builder.state(name, start, functools.partial(_constant, start), role="statistics")
+            state = builder.state(name, start, lambda op, start=start: op.constant(start), role="statistics")  # type: ignore[misc]
             old = op(state.value)
             average = op.Where(is_first, number, op.call(moving_average, old, number, decay).like(state.value))
             averages.append(average)
@@ -200,10 +199,6 @@ def batch_range(op: Builder, x: Expr, percentile: float | None) -> tuple[Expr, E
     return op.ReduceMax(low, keepdims=0), op.ReduceMin(high, keepdims=0)
 
 
-def _constant(tensor: ir.Tensor, op: Builder) -> Expr:
-    return op.constant(tensor)
-
-
 def _known_range(rounding: Rounding) -> tuple[float, float]:
     scale, zero = (constant_tensor(value) for value in (rounding.scale, rounding.zero))
     if not rounding.is_known or scale is None or zero is None:
@@ -223,7 +218,7 @@ def _where_integer(op: Builder, condition: Expr, a: Expr, b: Expr) -> Expr:
 
 def learned_scales(model: Model, parameters: Sequence[ir.Value]) -> list[ir.Value]:
     """Return the scales that are parameters: of activations, and of trained weights."""
-    learned = [rounding for rounding in roundings(model.graph) if rounding.is_learned]
+    learned = (rounding for rounding in roundings(model.graph) if rounding.is_learned)
     return [rounding.scale for rounding in learned if not rounding.is_weight or rounding.x in parameters]
 
 

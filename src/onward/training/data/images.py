@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError, first_line
-from onward.recipe.preprocessing import Pipeline, Single
-from onward.recipe.preprocessing.pipeline import form_of
+from onward.recipe.preprocessing.pipeline import Pipeline, Single, form_of
 from onward.training.data.dataset import Batch, Column, Dataset, check_not_empty, optional_package
 from onward.training.data.files import check_file, files_in
 
