@@ -110,7 +110,7 @@ def _key(tensor: Tensor) -> Any:
 
 
 def embedded_checkpoint(model: Model) -> tuple[Checkpoint, Match] | None:
-    """Return the checkpoint that a training model was made of, with current values, and its names."""
+    """Return the checkpoint that a training model was made of, with current values, and names."""
     text = model.step().algorithm.metadata_props.get(FACT)
     if text is None:
         return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,37 +60,24 @@ def is_harmless(name: Name) -> bool:
     return name.module in _HARMLESS and name.name not in _HARMFUL
 
 
-@dataclasses.dataclass
-class Contents:
-    """State dicts in a tree."""
-
-    modules: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-    optimizers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-    schedules: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-    randomness: list[RandomState] = dataclasses.field(default_factory=list)
-    averages: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-    scalers: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-    data: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
-
-
-def contents_of(*trees: Any) -> Contents:
-    """Return the outermost state dicts in trees of dicts and lists."""
-    contents = Contents()
+def contents_of(*trees: Any) -> dict[str, list[Any]]:
+    """Return the outermost state dicts in trees, by kind: `modules`, `optimizers` and so on."""
+    contents: dict[str, list[Any]] = defaultdict(list)
     pending = [(tree, _DEEPEST) for tree in reversed(trees)]
     while pending:
         tree, depth = pending.pop()
         if is_optimizer_state(tree):
-            contents.optimizers.append(tree)
+            contents["optimizers"].append(tree)
         elif is_schedule_state(tree):
-            contents.schedules.append(tree)
+            contents["schedules"].append(tree)
         elif (generator := _generator_of(tree)) is not None:
-            contents.randomness.append(RandomState(generator, tree))
+            contents["randomness"].append(RandomState(generator, tree))
         elif isinstance(tree, Mapping) and tree.keys() >= _SCALER:
-            contents.scalers.append(tree)
+            contents["scalers"].append(tree)
         elif isinstance(tree, Mapping) and tree.keys() >= _LOADER:
-            contents.data.append(tree)
+            contents["data"].append(tree)
         elif _is_module_state(tree):
-            (contents.averages if AVERAGED in tree else contents.modules).append(tree)
+            contents["averages" if AVERAGED in tree else "modules"].append(tree)
         elif depth and isinstance(tree, Mapping | list):
             children = list(tree.values() if isinstance(tree, Mapping) else tree)
             pending += [(child, depth - 1) for child in reversed(children)]
@@ -137,18 +124,19 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
     """Return the checkpoint in trees. `facts` are fields that the format itself reads."""
     contents = contents_of(*trees.values())
     remarks = tuple(facts.pop("remarks", ()))
-    if "tensors" not in facts and len(contents.modules) > 1:
-        remarks = (*remarks, f"{len(contents.modules)} modules are in it; this is the first")
-    optimizers = tuple(map(optimizer_of, contents.optimizers))
+    if "tensors" not in facts and len(contents["modules"]) > 1:
+        remarks = (*remarks, f"{len(contents['modules'])} modules are in it; this is the first")
+    optimizers = tuple(map(optimizer_of, contents["optimizers"]))
     group = next((group.settings for optimizer in optimizers for group in optimizer.groups), {})
-    averages = contents.averages[0] if contents.averages else {}
+    first = {name: states[0] for name, states in contents.items() if states}
+    averages = first.get("averages", {})
     fields = {
-        "tensors": contents.modules[0] if contents.modules else {},
+        "tensors": first.get("modules", {}),
         "optimizers": optimizers,
-        "schedules": tuple(schedule_of(state, group) for state in contents.schedules),
-        "randomness": tuple(contents.randomness),
-        "scaler": contents.scalers[0] if contents.scalers else {},
-        "data": contents.data[0] if contents.data else {},
+        "schedules": tuple(schedule_of(state, group) for state in contents["schedules"]),
+        "randomness": tuple(contents["randomness"]),
+        "scaler": first.get("scalers", {}),
+        "data": first.get("data", {}),
         "averages": {
             name.removeprefix("module."): tensor  # an `AveragedModel` holds its module
             for name, tensor in averages.items()
