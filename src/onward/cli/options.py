@@ -57,7 +57,7 @@ def options_from(kind: type) -> dict[str, Any]:
 
 def parameter_for(declared: Option) -> inspect.Parameter:
     hint: Any = list[str] if declared.repeated else _parser_for(declared)
-    annotation = Annotated[hint | None, _default_for(declared)]
+    annotation = Annotated[hint | None, _typer_option(declared)]
     return inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -67,11 +67,9 @@ def _parser_for(declared: Option) -> Any:
     return types[0] if len(types) == 1 and (types[0] in (bool, int, float) or get_origin(types[0])) else str
 
 
-def _default_for(declared: Option) -> Any:
+def _typer_option(declared: Option) -> Any:
     flags, metavar = " ".join(declared.flags), declared.metavar
-    if (
-        _parser_for(declared) is bool
-    ):  # both flags exist, to override a file; help shows the one that changes the default
+    if _parser_for(declared) is bool:  # two flags, to override a file; help shows the one that changes the default
         metavar = flags if declared.default is False else None
         flags = f"{flags}/--no-{flags.removeprefix('--')}"
     return option(flags, metavar, declared.sentence, declared.panel)
@@ -100,7 +98,7 @@ def _value(declared: Option, typed: Any) -> Any:
 
 
 _RECOMPUTE = next(declared for declared in options_of(TrainConfig) if declared.name == "recompute")
-Recompute = Annotated[list[str] | None, _default_for(_RECOMPUTE)]
+Recompute = Annotated[list[str] | None, _typer_option(_RECOMPUTE)]
 
 
 def recomputation(typed: list[str] | None) -> int | list[str] | None:

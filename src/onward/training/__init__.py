@@ -1,1 +1,1 @@
-"""Training: data, the loop, the log of a run and what is made of it."""
+"""Runs: data, the loop, callbacks, folders, logs and reports."""

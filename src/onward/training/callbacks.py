@@ -108,8 +108,8 @@ _SHORT = 1.0
 class NotFiniteError(Exception):
     """A value is NaN or infinite. `loss` is set if it is the loss."""
 
-    def __init__(self, what: str, loss: float | None = None):
-        super().__init__(what)
+    def __init__(self, message: str, loss: float | None = None):
+        super().__init__(message)
         self.loss = loss
 
 

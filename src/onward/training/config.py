@@ -271,11 +271,11 @@ def _to_stored(source: Any) -> Any:
 
 def _absolute(path: str) -> str:
     """Return an absolute path, also in `name=path`."""
-    name, path = _parts(path)
+    name, path = _split_name(path)
     return name + os.path.abspath(path)
 
 
-def _parts(path: str) -> tuple[str, str]:
+def _split_name(path: str) -> tuple[str, str]:
     """Split `name=path` into `name=` and the path; the first is empty without a name."""
     name = re.match(r"[^=/\\]+=", path)
     return ("", path) if name is None or os.path.exists(path) else (name[0], path[name.end() :])
@@ -285,7 +285,7 @@ def _missing_path(stored: Any) -> str | None:
     """Return a stored path that does not exist; paths may be `file:column`."""
     paths = [stored] if isinstance(stored, str) else stored.values() if isinstance(stored, Mapping) else stored
     for path in paths if isinstance(paths, Iterable) else ():
-        file = _parts(path)[1]
+        file = _split_name(path)[1]
         if not any(os.path.exists(p) or glob.glob(p, recursive=True) for p in (file, file.rpartition(":")[0])):
             return file
     return None

@@ -251,11 +251,10 @@ class _Renumbered(Dataset):
 def split(
     data: Dataset | Stream, fraction: float, seed: int = 0, strata: np.ndarray | None = None
 ) -> tuple[Dataset, Dataset]:
-    """Return the training and the validation part of the data. `fraction` is the size of the
-    latter; both have rows.
+    """Return the training and the validation part of the data, neither of them empty.
 
-    `strata` are a number per row, such as its class, with that fraction of each number in the
-    validation part.
+    `fraction` is the size of the validation part. `strata` has a number per row, such as its class:
+    the fraction holds for each of them.
     """
     if isinstance(data, Stream):
         raise DataError("cannot split a stream of batches", hint="pass separate validation data: `validation=...`")
@@ -278,11 +277,9 @@ def split(
 def fold(
     data: Dataset | Stream, number: int, folds: int, seed: int = 0, strata: np.ndarray | None = None
 ) -> tuple[Dataset, Dataset]:
-    """Return the data without fold `number`, counted from 1, and that fold. Each row is in one
-    fold.
+    """Return the data without fold `number`, counted from 1, and that fold.
 
-    Rows are dealt like cards, stratum by stratum in the order of a split, so the sizes of folds
-    differ by at most one row.
+    Rows are dealt like cards, stratum by stratum, so the sizes of folds differ by at most one row.
     """
     if isinstance(data, Stream):
         raise DataError("cannot divide a stream of batches into folds", hint="pass files or arrays")

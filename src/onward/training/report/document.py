@@ -103,11 +103,11 @@ def _header(name: str, history: History) -> Markup:
 
 def _warnings(history: History, remarks: list[str]) -> Iterator[Markup]:
     if history.reason == "not_finite":
-        what = f"{history.failure[:1].upper()}{history.failure[1:]}."
+        failure = f"{history.failure[:1].upper()}{history.failure[1:]}."
         saves = [event for event in history.events if event.name == "save"]
         saved = f" The last save was after step {saves[-1].step:,}." if saves else ""
         advice = " A lower learning rate, warm-up or clipped gradients often help."
-        yield tag("div", tag("strong", "The run stopped. "), what + saved + advice, class_="alert bad", role="alert")
+        yield tag("div", tag("strong", "The run stopped. "), failure + saved + advice, class_="alert bad", role="alert")
     if history.reason is None and history.step:
         text = "It is still training, or was killed. This page shows its log so far."
         yield tag("div", tag("strong", "The run has not ended. "), text, class_="alert")
