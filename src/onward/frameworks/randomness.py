@@ -13,7 +13,7 @@ from onward.run_state.problems import Problems
 
 
 @contextlib.contextmanager
-def no_chance(what: str) -> Iterator[None]:
+def refuse_random_draws(what: str) -> Iterator[None]:
     """Refuse code that draws random numbers from Python or NumPy."""
     before = _generators()
     yield

@@ -19,7 +19,7 @@ from onward.frameworks.jax.jaxpr import export
 from onward.frameworks.jax.optimizer import Optimization, read_optimizer
 from onward.frameworks.jax.probe import compare_outputs, probe_steps, try_updates
 from onward.frameworks.jax.traced_optimizer import trace_optimizer
-from onward.frameworks.randomness import no_chance
+from onward.frameworks.randomness import refuse_random_draws
 from onward.model import Model
 from onward.model.core import values
 from onward.model.serde import stamp
@@ -92,7 +92,7 @@ def from_jax(
 
 
 def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: set[str]) -> tuple[Optimization, bool]:
-    """Return the optimizer of a recipe, or its traced update; and True for a traced one."""
+    """Return the optimizer as one of a recipe and False, or its traced update and True."""
     if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(weights)):  # a recipe updates them in float32
         traced = trace_optimizer(tx, state, weights, idle)
         return traced._replace(recipe={**traced.recipe, "master_weights": False}), True
@@ -202,7 +202,7 @@ _DECISIONS = (
 def check_function(captured: _Captured) -> None:
     """Refuse a function that fails with its example."""
     try:
-        with no_chance("the function"):
+        with refuse_random_draws("the function"):
             jax.eval_shape(captured, captured.weights, captured.statistics, captured.batch)
     except _DECISIONS as error:
         raise UnsupportedError(

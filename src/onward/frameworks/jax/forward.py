@@ -83,7 +83,7 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
             params = optax.apply_updates(state["params"], updates)
             count = opt_state.gradient_step if isinstance(opt_state, optax.MultiStepsState) else state["step"] + 1
             new = {**state, **changed, "params": params, "opt_state": opt_state, "step": count}
-            if "ema" in new:  # averages follow the parameters only where they were updated
+            if "ema" in new:  # a batch that is only accumulated changes no average
                 decay, updated = float(run.recipe["ema"]), new["step"] > state["step"]
                 new["ema"] = {
                     name: jnp.where(updated, past * decay + params[name] * (1 - decay), past)

@@ -143,7 +143,7 @@ def _accumulation(tx: Any, opt_state: Any) -> tuple[Any, Any, dict[str, Any], Ar
 def _take_clipping(
     chain: Sequence[Transformation], trained: set[str]
 ) -> tuple[dict[str, Any] | None, Sequence[Transformation]]:
-    """Return the clipping before all other transformations, and the others."""
+    """Return the clipping that comes first, and the transformations after it."""
     rest = [t for t in chain if t.name != "identity"]
     if not rest or rest[0].name not in _CLIPS:
         return None, rest

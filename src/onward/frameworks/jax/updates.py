@@ -166,7 +166,7 @@ def _model(op: Builder, outputs: Mapping[str, Expr]) -> Model:
 
 
 def execute_by_jax(model: Model, framework: Jax) -> Function:
-    """Return a model without functions, which is changed, as a function of arrays by name.
+    """Return a model as a function of arrays by name. The model has no functions, and is changed.
 
     It converts its inputs, and ignores other arrays.
     """

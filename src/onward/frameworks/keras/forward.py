@@ -61,7 +61,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         results = forward.graph(self._tensors() | self._named(inputs))
         for name, new in forward.updates.items():
             self.variables_by_name[name].assign(results[new])
-        # `compute_loss` gets only the outputs, and a loss may read other values of this pass.
+        # The loss may read other values than the outputs, and `compute_loss` gets only these.
         self._watched = [results[name] for name in forward.watched]
         outputs = [results[name] for name in forward.outputs]
         return outputs[0] if len(outputs) == 1 else outputs

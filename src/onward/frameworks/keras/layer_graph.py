@@ -107,7 +107,7 @@ class LayerGraph:
         ]
 
     def _regularize(self, variables: Sequence[Any]) -> bool:
-        """Add the penalties of the variables, which only training computes; False if none."""
+        """Add the penalties of the variables, computed only in training. True if there are any."""
         op = self.op.scoped(REGULARIZATION)
         terms = [term for v in variables if v.regularizer is not None for term in self._penalties(op, v)]
         if terms:
@@ -130,7 +130,7 @@ def functional_of(model: Any) -> Any:
     return getattr(model, "_functional", None) or model
 
 
-_SAMPLES = 3  # of example inputs, with which layers are traced
+_SAMPLES = 3  # in the example inputs of traced layers
 
 
 def trace_layer(op: Builder, node: Any, arguments: Any, weight: Callable[[Any], Expr]) -> list[Expr]:
@@ -227,6 +227,6 @@ def _place_graph(op: Builder, model: Model, sources: Sequence[Expr], scope: str)
         for output in node.outputs:
             output.name = op.names.fresh(f"{scope}/{output.name}") if output.name else output.name
     op.graph.extend(nodes)
-    op.functions.update(model.functions)  # such as stop_gradient, whose body does not say where gradients end
+    op.functions.update(model.functions)  # the body of stop_gradient does not say where gradients end
     op.imports.update({domain: version for domain, version in model.graph.opset_imports.items() if domain})
     return [op(result) for result in results]

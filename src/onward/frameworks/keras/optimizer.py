@@ -124,7 +124,7 @@ def make_optimizer(run: RunState, variables: Mapping[str, Any]) -> Any | None:
 
     `variables` are those of the model, by name.
     """
-    has_masters = any(f"{name}/master" in run.state for name in run.parameters)  # which Keras would not update
+    has_masters = any(f"{name}/master" in run.state for name in run.parameters)  # Keras would not update them
     if has_masters or any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups):
         return None
     if run.clip is not None and has_replicas():  # Keras clips before it sums the gradients of replicas
@@ -132,7 +132,7 @@ def make_optimizer(run: RunState, variables: Mapping[str, Any]) -> Any | None:
     if run.recipe.keys() - {"seed"}:  # Keras counts and starts accumulation, averages and scales differently
         return None
     rate, clip = make_schedule(run.groups[0].lr, run.schedule), write_clip(run.clip)
-    common = [group.spec.without("weight_decay") for group in run.groups]  # Keras has one for all parameters
+    common = [group.spec.without("weight_decay") for group in run.groups]  # Keras has one optimizer for all parameters
     if rate is None or clip is None or any(spec != common[0] for spec in common):
         return None
     configured = [configure(group.spec) for group in run.groups]
@@ -244,7 +244,7 @@ def _export(traced: _TracedOptimizer) -> Model:
 
 
 class _TracedOptimizer:
-    """Optimizer of the same class and settings for copies of the variables, which is traced."""
+    """Copy of an optimizer, with copies of the variables, that is traced."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], lr: float):
         settings = {name: off for name, off in _RECIPE_SETTINGS.items() if name in optimizer.get_config()}

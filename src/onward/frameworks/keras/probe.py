@@ -55,7 +55,7 @@ def _arguments(batch: Arrays, model: Any, graph: LayerGraph, terms: Sequence[Ter
 def _copy(model: Any) -> Any:
     """Return a compiled copy of a model with the same state, without dropout."""
     optimizer_class = type(model.optimizer)
-    # Keras compiles the clone, which looks the class of the optimizer up by its name.
+    # Compiling the clone looks up the class of the optimizer by its name.
     with keras.saving.custom_object_scope({optimizer_class.__name__: optimizer_class}):
         copy = _clone(model)
     for ours, theirs in zip(model.variables, copy.variables, strict=True):

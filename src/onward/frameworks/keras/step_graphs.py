@@ -155,7 +155,7 @@ class StepGraphs:
         graph, names = combined.graph, combined.names()
         by_name = {value.name: value for value in values(graph)}
         new = {by_name[plain]: by_name[trained] for plain, trained in self._trained.items() if trained in by_name}
-        # Nodes that read a value which training computes differently are copied to read that of training.
+        # If training computes a value differently, the nodes that read it are copied to read that of training.
         inference = {value.name for value in values(self.model.graph)}
         for node in list(graph):
             own = [output for output in node.outputs if output.name in inference and output not in new]

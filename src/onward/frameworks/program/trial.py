@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,14 @@ class StepTrial:
         text = json.dumps({"names": list(self.batch), "steps": len(self.losses), **settings})
         np.savez(path, settings=np.array(text), **arrays)  # type: ignore[arg-type]
         return path
+
+    def run(self, script: str, folder: Path) -> None:
+        """Let a script repeat the steps with the program in a folder, and compare the losses."""
+        with tempfile.TemporaryDirectory() as directory:
+            batch, results = self.save(Path(directory)), Path(directory, "results.npz")
+            if try_out(script, folder, batch, results):
+                with np.load(results) as arrays:
+                    self.compare(arrays["losses"], same_random_numbers=True)
 
     def compare(self, losses: Sequence[float], *, same_random_numbers: bool) -> None:
         """Raise an error if the losses of a program differ by more than rounding errors."""

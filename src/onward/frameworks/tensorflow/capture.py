@@ -20,7 +20,7 @@ from onward.arguments import checked
 from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
-from onward.frameworks.randomness import no_chance
+from onward.frameworks.randomness import refuse_random_draws
 from onward.frameworks.tensorflow.graph import Resource, Translator, dtype_of
 from onward.frameworks.tensorflow.probe import confirm
 from onward.frameworks.tensorflow.program import is_training_module, restore, restore_model
@@ -118,8 +118,13 @@ def export_function(function: Callable[..., Any], examples: Sequence[np.ndarray]
 
 
 def _finish(op: Builder, translator: Translator) -> Model:
+    """Return the model of a graph; raise an error that lists the missing values that it needs."""
     op.graph.sort()
-    _check(op.graph, translator)
+    if obstacles := translator.obstacles(op.graph.outputs):
+        raise UnsupportedError(
+            "the function cannot be carried over:\n" + "\n".join(f"- {reason}" for reason in obstacles),
+            hint="write it with other operations, or carry over the part before them",
+        )
     return model_of(remove_unused(op.graph), op.functions.values())
 
 
@@ -133,20 +138,18 @@ def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[B
         fed, [], nodes=[], initializers=list(weights.values()), opset_imports={"": COMMON_OPSET}, name="function"
     )
     op, translator = Builder(graph, opset=COMMON_OPSET, names=taken, share=True), Translator()
-    captured = [_captured_value(op, tensor, weights) for tensor in function.captured_inputs]
+    captured: list[Any] = []
+    for tensor in function.captured_inputs:
+        if tensor.dtype != tf.resource:
+            captured.append(op.constant(tensor.numpy()))
+        elif id(tensor) in weights:
+            captured.append(Resource(weights[id(tensor)]))
+        else:
+            raise UnsupportedError("the function reads a table or a queue, which ONNX does not have")
     outputs = translator.inline(op, function.graph, [*map(op, fed), *captured])
     for name, result in zip(results, outputs, strict=True):
         put_out(op, op(result.value), name)
     return op, translator
-
-
-def _check(graph: ir.Graph, translator: Translator) -> None:
-    obstacles = translator.obstacles(graph.outputs)
-    if obstacles:
-        raise UnsupportedError(
-            "the function cannot be carried over:\n" + "\n".join(f"- {reason}" for reason in obstacles),
-            hint="write it with other operations, or carry over the part before them",
-        )
 
 
 def _arguments(example_inputs: Any) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -167,7 +170,7 @@ def _concrete(module: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -
         function = tf.function(function)
     specs = {name: _spec(x, name) for name, x in named.items()}
     try:
-        with no_chance("the function"):
+        with refuse_random_draws("the function"):
             return function.get_concrete_function(*map(_spec, arguments), **specs)
     except (TypeError, ValueError, LookupError, tf.errors.OpError) as error:
         raise DataError(
@@ -218,16 +221,5 @@ def _names(module: Any, variables: Sequence[Any]) -> dict[int, str]:
     if isinstance(module, tf.Module):
         members = module._flatten(predicate=lambda value: isinstance(value, tf.Variable), with_path=True)
         paths = {id(variable): ".".join(map(str, path)) for path, variable in members}
-    names = Names()
-    return {
-        id(variable): names.fresh(paths.get(id(variable), name))
-        for variable, name in zip(variables, own_names, strict=True)
-    }
-
-
-def _captured_value(op: Builder, tensor: Any, weights: Mapping[int, ir.Value]) -> Any:
-    if tensor.dtype == tf.resource:
-        if id(tensor) not in weights:
-            raise UnsupportedError("the function reads a table or a queue, which ONNX does not have")
-        return Resource(weights[id(tensor)])
-    return op.constant(tensor.numpy())
+    names, pairs = Names(), zip(variables, own_names, strict=True)
+    return {id(variable): names.fresh(paths.get(id(variable), name)) for variable, name in pairs}

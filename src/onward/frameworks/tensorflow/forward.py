@@ -93,8 +93,16 @@ def to_tensorflow(
     module.infer = _inference(module, inline(without_steps(model)), framework, fixed)
     packed = {"onnx": zlib.compress(_without_values(model, module.state, step)), "step": step}
     module.training_model = tf.function(lambda: tf.nest.map_structure(tf.constant, packed), input_signature=[])
-    for function_name in ("train_step", "evaluate", "infer"):
-        _trace(getattr(module, function_name), function_name)
+    for name in ("train_step", "evaluate", "infer"):
+        function = getattr(module, name)
+        try:
+            function.get_concrete_function()
+        except Error as error:
+            open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
+            raise UnsupportedError(
+                f"TensorFlow cannot trace `{name}`: {error.message}",
+                hint='fix dynamic sizes: `to_tensorflow(model, sizes={"N": 32})`' if open_sizes else None,
+            ) from error
     return module
 
 
@@ -155,25 +163,12 @@ def _function(run: Callable[[Tensors], Tensors], inputs: Iterable[ir.Value], siz
 
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in arguments]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    specs = [tf.TensorSpec(_open_shape(value, sizes), _dtype(value), name) for name, value in arguments.items()]
+    specs = []
+    for name, value in arguments.items():
+        dims = value.shape
+        shape = dims if dims is None else [n if isinstance(n, int) else sizes.get(n.value or "") for n in dims]
+        specs.append(tf.TensorSpec(shape, _dtype(value), name))
     return tf.function(call, input_signature=specs, autograph=False)
-
-
-def _open_shape(value: ir.Value, sizes: Mapping[str, int]) -> list[int | None] | None:
-    if value.shape is None:
-        return None
-    return [size if isinstance(size, int) else sizes.get(size.value or "") for size in value.shape]
-
-
-def _trace(function: Any, name: str) -> None:
-    try:
-        function.get_concrete_function()
-    except Error as error:
-        open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
-        raise UnsupportedError(
-            f"TensorFlow cannot trace `{name}`: {error.message}",
-            hint='fix dynamic sizes: `to_tensorflow(model, sizes={"N": 32})`' if open_sizes else None,
-        ) from error
 
 
 def _without_values(model: Model, names: Iterable[str], step: int) -> bytes:

@@ -93,7 +93,7 @@ class Translator:
     def inline(
         self, op: Builder, graph: Any, arguments: Iterable[Value], outputs: Sequence[Any] | None = None
     ) -> list[Value]:
-        """Write the operations of a graph for these inputs; return its outputs, or others."""
+        """Write the operations of a graph for these inputs; return `outputs` (default: those of the graph)."""
         requested = graph.outputs if outputs is None else outputs
         needed = _needed_operations(graph, requested)
         environment: Environment = {
@@ -163,7 +163,7 @@ _OPAQUE = (tf.resource, tf.variant, tf.string)
 
 
 class Node:
-    """One operation, as functions of the table see it."""
+    """Operation, as an argument of the functions in the table."""
 
     def __init__(self, translator: Translator, operation: Any, environment: Environment):
         self.translator = translator

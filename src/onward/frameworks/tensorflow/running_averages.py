@@ -112,7 +112,7 @@ def _variance(normalizations: list[Statistics]) -> Literal["population", "sample
 
 
 def replace_written_out(op: Builder, averaged: Collection[ir.Value]) -> list[Statistics]:
-    """Replace `tf.nn.batch_normalization`, which TensorFlow writes elementwise."""
+    """Replace `tf.nn.batch_normalization`, which TensorFlow computes by elementwise operations."""
     roots = [node for node in op.graph if node.op_type == "Add"]
     return [_replace(op, root.outputs[0], m) for root in roots if (m := _match(root, averaged)) is not None]
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from onward.build import Names
 from onward.errors import DataError, Error, UnknownNameError, UnsupportedError, first_line, suggest_or_list
-from onward.frameworks.randomness import no_chance
+from onward.frameworks.randomness import refuse_random_draws
 from onward.frameworks.torch.arguments import Flat
 from onward.frameworks.torch.rewrites import rewrite
 from onward.frameworks.torch.translations import TRANSLATIONS, define_functions
@@ -151,7 +151,7 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> tuple[Model,
         axes[name] = dict(sizes.items() if isinstance(sizes, Mapping) else enumerate(sizes))
     dims = [{axis: Dim.AUTO if isinstance(size, str) else size for axis, size in axes[name].items()} for name in axes]
     with _exporting("the module", flat):
-        with no_chance("the module"), NeverBelowZero():
+        with refuse_random_draws("the module"), NeverBelowZero():
             program = torch.export.export(
                 flat, tuple(flat.inputs.values()), dynamic_shapes=(tuple(dims),), strict=False
             )

@@ -43,23 +43,19 @@ def _shift(op, x, by, direction):
     return cast(op, cast(op, left, _unsigned_type(x.dtype.numpy())), x.dtype)
 
 
-@primitives.define("shift_left")
-def shift_left(op, x, by):
-    return _shift(op, x, by, "LEFT")
-
-
-@primitives.define("shift_right_logical")
-def shift_right_logical(op, x, by):
-    return _shift(op, x, by, "RIGHT")
+primitives(
+    shift_left=lambda op, x, by: _shift(op, x, by, "LEFT"),
+    shift_right_logical=lambda op, x, by: _shift(op, x, by, "RIGHT"),
+)
 
 
 @primitives.define("shift_right_arithmetic")
 def shift_right_arithmetic(op, x, by):
     """Fill with the sign bit, by shifting the complement of negative numbers."""
     if not x.dtype.is_signed():
-        return shift_right_logical(op, x, by)
+        return _shift(op, x, by, "RIGHT")
     negative = x < 0
-    positive = shift_right_logical(op, where(op, negative, op.BitwiseNot(x), x), by)
+    positive = _shift(op, where(op, negative, op.BitwiseNot(x), x), by, "RIGHT")
     return where(op, negative, op.BitwiseNot(positive), positive)
 
 
@@ -88,7 +84,7 @@ def bitcast(op, x, *, new_dtype):
 
 @primitives.define("nextafter")
 def nextafter(op, x, towards):
-    """Return the number whose bits, as an integer, are one more or less."""
+    """Return the next float towards another: that with the next larger or smaller bits."""
     unsigned, signed = _unsigned_type(x.dtype.numpy()), np.dtype(f"int{_bits(x.dtype.numpy())}")
     bits = cast(op, _bits_of_float(op, x), signed)
     step = op.Where(op.Equal(towards > x, x > 0), op.scalar(1, bits), op.scalar(-1, bits))
@@ -178,6 +174,9 @@ primitives(
     random_wrap=lambda op, key: key,
     random_unwrap=lambda op, key: key,
     random_clone=lambda op, key: key,
+    random_fold_in=lambda op, key, number: _key(
+        op, *mix(op, *_halves(op, key), op.constant(np.uint32(0)), cast(op, number, np.uint32))
+    ),
     random_split=lambda op, key, *, shape, eqn: _key(op, *_mixed_counters(op, key, shape, eqn)),
 )
 
@@ -191,15 +190,10 @@ def seed(op, number):
     return _key(op, high if is_long else op.filled_like(low.value, 0), low)
 
 
-@primitives.define("random_fold_in")
-def fold_in(op, key, number):
-    return _key(op, *mix(op, *_halves(op, key), op.constant(np.uint32(0)), cast(op, number, np.uint32)))
-
-
 @primitives.define("random_bits")
 def bits(op, key, *, bit_width, shape, eqn):
     high, low = _mixed_counters(op, key, shape, eqn)
     if bit_width == 64:
         wide = cast(op, high, np.uint64)
-        return op.BitwiseOr(shift_left(op, wide, op.scalar(32, wide)), cast(op, low, np.uint64))
+        return op.BitwiseOr(_shift(op, wide, op.scalar(32, wide), "LEFT"), cast(op, low, np.uint64))
     return cast(op, op.BitwiseXor(high, low), np.dtype(f"uint{bit_width}"))

@@ -90,9 +90,8 @@ class JaxprBuilder(Builder):
         """Return the results of a jaxpr for these operands."""
         consts = [self.constant(data_of(const)) for const in getattr(closed, "consts", ())]
         jaxpr: Jaxpr = getattr(closed, "jaxpr", closed)
-        environment = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [expr.value for expr in (*consts, *operands)], strict=True)
-        )
+        values = [expr.value for expr in (*consts, *operands)]
+        environment = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
         for eqn in _live(jaxpr):
             op = self.scoped(str(eqn.source_info.name_stack))
             results = op._equation(eqn, [op._read(atom, environment) for atom in eqn.invars])
@@ -118,7 +117,13 @@ class JaxprBuilder(Builder):
         try:
             if row is None:
                 raise UnsupportedError("no ONNX operator computes it")
-            results = row(self, *operands, **_keywords_of(row, eqn))
+            settings = {
+                **{name: int(value) if isinstance(value, np.integer) else value for name, value in eqn.params.items()},
+                "eqn": eqn,
+                "ins": [stored_type(atom.aval) for atom in eqn.invars],
+                "outs": [stored_type(var.aval) for var in eqn.outvars],
+            }
+            results = row(self, *operands, **{name: settings[name] for name in keywords(row)})
         except UnsupportedError as error:
             where = source_info_util.summarize(eqn.source_info)
             self.refused.append(f"{eqn.primitive.name} ({where}): {error.message}")
@@ -137,16 +142,6 @@ _ARITHMETIC: dict[str, Callable[[Builder, Expr, Expr], Expr]] = {
     "mod": lambda op, a, b: op.Mod(a, b),
     "floordiv": lambda op, a, b: (a - op.Mod(a, b)) / b,
 }
-
-
-def _keywords_of(function: Callable[..., Any], eqn: JaxprEqn) -> dict[str, Any]:
-    values = {
-        **{name: int(value) if isinstance(value, np.integer) else value for name, value in eqn.params.items()},
-        "eqn": eqn,
-        "ins": [stored_type(atom.aval) for atom in eqn.invars],
-        "outs": [stored_type(var.aval) for var in eqn.outvars],
-    }
-    return {name: values[name] for name in keywords(function)}
 
 
 def _live(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -13,14 +13,10 @@ from onward.frameworks.jax.jaxpr.movement import positions
 primitives = Operators()
 
 
-@primitives.define("jit", "remat2")
-def call(op, *xs, jaxpr):
-    return op.inline(jaxpr, *xs)
-
-
-@primitives.define("closed_call", "custom_vjp_call")
-def custom_call(op, *xs, call_jaxpr):
-    return op.inline(call_jaxpr, *xs)
+primitives(
+    **dict.fromkeys(("jit", "remat2"), lambda op, *xs, jaxpr: op.inline(jaxpr, *xs)),
+    **dict.fromkeys(("closed_call", "custom_vjp_call"), lambda op, *xs, call_jaxpr: op.inline(call_jaxpr, *xs)),
+)
 
 
 # Functions of JAX whose derivative at kinks is not that of their parts.
@@ -50,9 +46,7 @@ def _scalar(name, dtype):
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(()))
 
 
-@primitives.define("cond")
-def cond(op, which, *xs, branches, outs):
-    return _branch(op, which, xs, branches, outs, 0)
+primitives(cond=lambda op, which, *xs, branches, outs: _branch(op, which, xs, branches, outs, 0))
 
 
 def _branch(op, which, xs, branches, outs, first):

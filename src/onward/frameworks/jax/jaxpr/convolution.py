@@ -51,7 +51,7 @@ def convolution(
 
 
 class Pool:
-    """Sliding window for ONNX pooling: two axes without a window, then those with one."""
+    """Sliding window in the form of ONNX: two axes that do not slide, then those that do."""
 
     def __init__(self, shape, window, strides, padding, dilation=None):
         dilation = dilation or [1] * len(shape)
@@ -93,7 +93,7 @@ def _window_rule(slide, start):
             sizes = [size + low + high for size, (low, high) in zip(sizes, around, strict=True)]
             around = [(0, 0)] * len(sizes)
         pool = Pool(sizes, window_dimensions, window_strides, around, window_dilation)
-        x = x if x.dtype.is_floating_point() else cast(op, x, np.float64)  # which holds integers of 32 bits
+        x = x if x.dtype.is_floating_point() else cast(op, x, np.float64)  # float64 holds all integers of 32 bits
         y = slide(op, pool.enter(op, x), pool)
         return cast(op, pool.leave(op, y, outs[0].shape), outs[0].dtype)
 

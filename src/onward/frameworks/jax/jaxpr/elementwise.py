@@ -42,17 +42,13 @@ def absolute(op, x):
     return op.Where(x < 0, -x, x) if x.dtype.is_floating_point() else op.Abs(x)
 
 
-@primitives.define("div")
-def divide(op, a, b):
-    return _by_integers(op, a, b, op.Div, lambda: op.scalar(-1, a))
+primitives(
+    div=lambda op, a, b: _divide(op, a, b, op.Div, lambda: op.scalar(-1, a)),
+    rem=lambda op, a, b: _divide(op, a, b, functools.partial(op.Mod, fmod=1), lambda: a),
+)
 
 
-@primitives.define("rem")
-def remainder(op, a, b):
-    return _by_integers(op, a, b, functools.partial(op.Mod, fmod=1), lambda: a)
-
-
-def _by_integers(op, a, b, compute, by_zero):
+def _divide(op, a, b, compute, by_zero):
     """Divide with XLA's result for an integer division by 0, which crashes ONNX Runtime."""
     constant = constant_of(b)
     if a.dtype.is_floating_point() or (constant is not None and constant.all()):
@@ -136,12 +132,6 @@ def select(op, which, *cases):
     return result
 
 
-@primitives.define("convert_element_type")
-def convert(op, x, *, new_dtype):
-    narrowed = x.dtype.is_floating_point() and np.dtype(new_dtype).kind in "iu"
-    return saturating_cast(op, x, np.dtype(new_dtype)) if narrowed else cast(op, x, new_dtype)
-
-
 @primitives.define("reduce_precision")
 def reduce_precision(op, x, *, exponent_bits, mantissa_bits):
     narrow = next((name for name, bits in FLOAT_BITS.items() if bits == (exponent_bits, mantissa_bits)), None)
@@ -157,5 +147,10 @@ primitives(
     sharding_constraint=lambda op, x: x,
     device_put=lambda op, *xs: xs,
     optimization_barrier=lambda op, *xs: xs,
+    convert_element_type=lambda op, x, *, new_dtype: (
+        saturating_cast(op, x, np.dtype(new_dtype))
+        if x.dtype.is_floating_point() and np.dtype(new_dtype).kind in "iu"
+        else cast(op, x, new_dtype)
+    ),
     stop_gradient=lambda op, x: op.call(stop_gradient, x).like(x.value) if x.dtype.is_floating_point() else x,
 )

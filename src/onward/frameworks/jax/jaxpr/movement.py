@@ -39,11 +39,6 @@ def reshape(op, x, *, dimensions, ins, outs):
     return x if ins[0].shape == outs[0].shape else reshape_to(op, x, outs[0].shape)
 
 
-@primitives.define("transpose")
-def transpose(op, x, *, permutation, ins):
-    return permute(op, x, [*permutation, *range(len(permutation), len(ins[0].shape))])
-
-
 @primitives.define("broadcast_in_dim")
 def broadcast_in_dim(op, x, *sizes, broadcast_dimensions, ins, outs):
     """Insert axes of size 1, and expand to the shape."""
@@ -58,6 +53,9 @@ def broadcast_in_dim(op, x, *sizes, broadcast_dimensions, ins, outs):
 
 
 primitives(
+    transpose=lambda op, x, *, permutation, ins: permute(
+        op, x, [*permutation, *range(len(permutation), len(ins[0].shape))]
+    ),
     squeeze=lambda op, x, *, dimensions: op.Squeeze(x, list(dimensions)) if dimensions else x,
     concatenate=lambda op, *xs, dimension: op.Concat(*xs, axis=dimension),
     tile=lambda op, x, *, reps: op.Tile(x, list(reps)),
@@ -286,7 +284,7 @@ def scatter_sub(op, x, indices, updates, *, dimension_numbers, mode, ins):
 
 @primitives.define("scatter")
 def scatter_set(op, x, indices, updates, *, dimension_numbers, mode, ins):
-    """Write values. Those outside go to an extra element of the first axis, which is sliced off."""
+    """Write values. Values outside of the operand go to an extra element, which is sliced off."""
     windows, updates = _scatter_windows(op, updates, dimension_numbers, ins)
     columns, inside = _bound_starts(op, indices, windows, mode)
     targets = _element_indices(op, columns, windows)
@@ -341,9 +339,11 @@ def dynamic_slice(op, x, *starts, slice_sizes, ins):
     return op.Slice(x, *together, list(axes))
 
 
-@primitives.define("dynamic_update_slice")
-def dynamic_update_slice(op, x, update, *starts, ins):
-    return _overwrite(op, x, update, _partial(op, starts, ins[1].shape, ins[0].shape))
+primitives(
+    dynamic_update_slice=lambda op, x, update, *starts, ins: _overwrite(
+        op, x, update, _partial(op, starts, ins[1].shape, ins[0].shape)
+    )
+)
 
 
 def _overwrite(op, x, update, parts):

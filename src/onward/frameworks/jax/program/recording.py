@@ -95,7 +95,7 @@ class GraphPrinter:
         row = rows()[name]
         if (library := row.library) is not None:
             module, _, name = library.partition(".")
-            return f"{self.own.define(row.module, module)}.{name}"  # which is imported
+            return f"{self.own.define(row.module, module)}.{name}"  # of an imported module
         if name not in self._operators:
             self._operators[name] = self._called.fresh(short(name))
             define(self.own, name, self._operators[name])
@@ -114,7 +114,7 @@ class GraphPrinter:
 
 
 class JaxPrinter(printing.Printer):
-    """Printer that writes numbers next to arrays of their type, which JAX gives them."""
+    """Printer that writes plain numbers next to arrays: JAX gives them the type of the array."""
 
     special = "np"
 
@@ -138,7 +138,7 @@ class _OneByOne(Jax):
 
 
 class _Recorder:
-    """Calls of a function, or of one that is nested in it."""
+    """Recorder of the calls of a function, or of a nested one."""
 
     def __init__(self, printer: GraphPrinter, framework: Jax):
         self._printer = printer

@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.build import Builder, Expr
 from onward.frameworks.formulas.graph_building import same_operator
-from onward.frameworks.keras.layers import Call, Tensor, row
+from onward.frameworks.keras.layers import ROWS, Call, Tensor, row
 from onward.vocabulary.keras import Refused
 
 
@@ -82,9 +82,12 @@ _ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
 }
 
 
-@row("Activation")
-def activation(c: Call, x: Tensor) -> Tensor:
-    return activate(c, c.layer.activation, x)
+ROWS(
+    Activation=lambda c, x: activate(c, c.layer.activation, x),
+    LeakyReLU=lambda c, x: x.map(lambda e: _leaky_relu(c.op, e, float(c.layer.negative_slope))),
+    ELU=lambda c, x: x.map(lambda e: c.op.Elu(e, alpha=float(c.layer.alpha))),
+    PReLU=lambda c, x: c.op.PRelu(x.plain, c.weight(c.layer.alpha)),
+)
 
 
 @row("Softmax")
@@ -102,21 +105,6 @@ def relu(c: Call, x: Tensor) -> Tensor:
         return x.map(lambda e: c.op.Clip(e, 0.0, 6.0))
     result = x.map(lambda e: _leaky_relu(c.op, e, slope) if slope else c.op.Relu(e))
     return result if most is None else result.map(lambda e: _at_most(c.op, e, float(most)))
-
-
-@row("LeakyReLU")
-def leaky_relu(c: Call, x: Tensor) -> Tensor:
-    return x.map(lambda e: _leaky_relu(c.op, e, float(c.layer.negative_slope)))
-
-
-@row("ELU")
-def elu(c: Call, x: Tensor) -> Tensor:
-    return x.map(lambda e: c.op.Elu(e, alpha=float(c.layer.alpha)))
-
-
-@row("PReLU")
-def prelu(c: Call, x: Tensor) -> Expr:
-    return c.op.PRelu(x.plain, c.weight(c.layer.alpha))
 
 
 @row("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.frameworks.keras.layers import Call, Tensor, accepted_arguments, elementwise, find, row
+from onward.frameworks.keras.layers import ROWS, Call, Shape, Tensor, accepted_arguments, elementwise, find, row
 from onward.frameworks.keras.layers.activations import activate
 
 
@@ -26,19 +26,18 @@ def identity(c: Call, x: Tensor) -> Tensor:
 def dense(c: Call, x: Tensor) -> Tensor:
     layer = c.layer
     c.refuse_unless(not layer.lora_enabled and not layer.quantization_mode, "is quantized or has adapters")
-    y = x.plain @ c.weight(layer.kernel)
-    if layer.use_bias:
-        y = y + c.weight(layer.bias)
-    return activate(c, layer.activation, Tensor((*x.shape[:-1], layer.units), plain=y))
+    return _with_bias(c, x.plain @ c.weight(layer.kernel), (*x.shape[:-1], layer.units))
 
 
 @row("EinsumDense")
 def einsum_dense(c: Call, x: Tensor) -> Tensor:
-    layer = c.layer
-    y = c.op.Einsum(x.plain, c.weight(layer.kernel), equation=layer.equation)
-    if layer.bias is not None:
-        y = y + c.weight(layer.bias)
-    return activate(c, layer.activation, Tensor(c.shape, plain=y))
+    return _with_bias(c, c.op.Einsum(x.plain, c.weight(c.layer.kernel), equation=c.layer.equation), c.shape)
+
+
+def _with_bias(c: Call, y: Expr, shape: Shape) -> Tensor:
+    """Add the bias of the layer along the last axis, and apply its activation."""
+    y = y if c.layer.bias is None else y + c.weight(c.layer.bias)
+    return activate(c, c.layer.activation, Tensor(shape, plain=y))
 
 
 @row("Embedding")
@@ -52,7 +51,7 @@ def embedding(c: Call, x: Tensor) -> Expr:
 
 @row("TimeDistributed")
 def time_distributed(c: Call, x: Tensor) -> Any:
-    """Apply an inner layer that works along the last axis, which is the same at every time."""
+    """Apply an inner layer that works along the last axis, so that time is one more batch axis."""
     inner = c.layer.layer
     c.refuse_unless(type(inner).__name__ in _PER_POSITION, f"applies {type(inner).__name__} at every time")
     function = find(inner)
@@ -73,19 +72,11 @@ def flatten(c: Call, x: Tensor) -> Expr:
     return c.op.Flatten(y, axis=1)
 
 
-@row("Reshape")
-def reshape(c: Call, x: Tensor) -> Expr:
-    return c.op.Reshape(x.plain, [0, *c.layer.target_shape])
-
-
-@row("Permute")
-def permute(c: Call, x: Tensor) -> Expr:
-    return c.op.Transpose(x.plain, perm=[0, *c.layer.dims])
-
-
-@row("RepeatVector")
-def repeat_vector(c: Call, x: Tensor) -> Expr:
-    return c.op.Tile(c.op.Unsqueeze(x.plain, [1]), [1, c.layer.n, 1])
+ROWS(
+    Reshape=lambda c, x: c.op.Reshape(x.plain, [0, *c.layer.target_shape]),
+    Permute=lambda c, x: c.op.Transpose(x.plain, perm=[0, *c.layer.dims]),
+    RepeatVector=lambda c, x: c.op.Tile(c.op.Unsqueeze(x.plain, [1]), [1, c.layer.n, 1]),
+)
 
 
 @row("Rescaling")
@@ -187,8 +178,11 @@ def multi_head_attention(
     weights = op.Softmax(scores, axis=-1)
     if layer.dropout:
         weights = op.Dropout(weights, np.float32(layer.dropout))
-    context = op.Transpose(weights @ v, perm=[0, 2, 1, 3])
-    return _join_heads(c, layer.output_dense, context)
+    context, projection = op.Transpose(weights @ v, perm=[0, 2, 1, 3]), layer.output_dense
+    heads, size, width = projection.kernel.shape
+    kernel = op.Reshape(c.weight(projection.kernel), [heads * size, width])
+    y = op.Reshape(context, [0, 0, heads * size]) @ kernel
+    return y if projection.bias is None else y + c.weight(projection.bias)
 
 
 _MASKED = -1e9  # far below any score: its softmax is 0
@@ -201,13 +195,6 @@ def _heads(c: Call, projection: Any, x: Tensor, *, last: bool = False) -> Expr:
     if projection.bias is not None:
         y = y + op.Reshape(c.weight(projection.bias), [heads * size])
     return op.Transpose(op.Reshape(y, [0, 0, heads, size]), perm=[0, 2, 3, 1] if last else [0, 2, 1, 3])
-
-
-def _join_heads(c: Call, projection: Any, x: Expr) -> Expr:
-    op, (heads, size, width) = c.op, projection.kernel.shape
-    kernel = op.Reshape(c.weight(projection.kernel), [heads * size, width])
-    y = op.Reshape(x, [0, 0, heads * size]) @ kernel
-    return y if projection.bias is None else y + c.weight(projection.bias)
 
 
 @row("BatchNormalization")
@@ -273,6 +260,6 @@ def group_normalization(c: Call, x: Tensor) -> Tensor:
         c.constant(numbers[name]) if (variable := getattr(layer, name)) is None else c.weight(variable)
         for name in numbers
     )
-    inputs = x.moved if last else x.plain, scale, bias
-    y = c.op.GroupNormalization(*inputs, num_groups=groups, epsilon=float(layer.epsilon))
+    image = x.moved if last else x.plain
+    y = c.op.GroupNormalization(image, scale, bias, num_groups=groups, epsilon=float(layer.epsilon))
     return Tensor(x.shape, moved=y) if last else Tensor(x.shape, plain=y)

@@ -41,11 +41,9 @@ def _padding(c: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], 
 
 def _add_bias(c: Call, y: Expr) -> Tensor:
     """Add the bias of the layer, and apply its activation."""
-    layer = c.layer
-    if layer.use_bias:
-        bias = c.weight(layer.bias)
-        y = y + c.op.Reshape(bias, [-1, *[1] * (len(c.shape) - 2)])
-    return activate(c, layer.activation, _result(c, y))
+    if c.layer.use_bias:
+        y = y + c.op.Reshape(c.weight(c.layer.bias), [-1, *[1] * (len(c.shape) - 2)])
+    return activate(c, c.layer.activation, _result(c, y))
 
 
 def _outermost(kernel: Expr, rank: int, *, swap: bool = False) -> Expr:
@@ -58,7 +56,8 @@ def _outermost(kernel: Expr, rank: int, *, swap: bool = False) -> Expr:
 def convolution(c: Call, x: Tensor) -> Tensor:
     layer = c.layer
     c.refuse_unless(not getattr(layer, "lora_enabled", False), "has adapters")
-    return _add_bias(c, _convolve(c, x, _outermost(c.weight(layer.kernel), x.rank), layer.kernel_size, layer.groups))
+    kernel = _outermost(c.weight(layer.kernel), x.rank)
+    return _add_bias(c, _convolve(c, x, kernel, layer.kernel_size, layer.groups))
 
 
 def _convolve(c: Call, x: Tensor, kernel: Expr, window: Sequence[int], groups: int) -> Expr:
@@ -117,10 +116,7 @@ def _sizes(sizes: Any, x: Tensor) -> list[int]:
     return [int(sizes)] * (x.rank - 2) if isinstance(sizes, int) else [int(size) for size in sizes]
 
 
-_DIMENSIONS = ("1D", "2D", "3D")
-
-
-@row(*(f"GlobalAveragePooling{n}" for n in _DIMENSIONS), *(f"GlobalMaxPooling{n}" for n in _DIMENSIONS))
+@row(*(f"Global{name}Pooling{n}D" for name in ("Average", "Max") for n in (1, 2, 3)))
 def global_pooling(c: Call, x: Tensor) -> Tensor:
     reduce = c.op.ReduceMean if "Average" in type(c.layer).__name__ else c.op.ReduceMax
     keep = int(c.layer.keepdims)

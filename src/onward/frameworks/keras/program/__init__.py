@@ -26,7 +26,7 @@ from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.frameworks.keras.program import trial_script
 from onward.frameworks.keras.program.source import Source, write_program
 from onward.frameworks.program.source_text import program_beside
-from onward.frameworks.program.trial import StepTrial, step_trial, try_out
+from onward.frameworks.program.trial import step_trial, try_out
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.storage.containers import BAD_ZIP, Stored, stored_range
@@ -153,12 +153,14 @@ def _register(source: Source, name: str, base: Any, **methods: Any) -> Any:
 def try_files(program: Path, file: Path, live: TrainingModel) -> None:
     """Compare outputs and losses of the program, in a separate process, with the live model."""
     inputs, expected = _example(live)
-    trial = _step_trial(live)
+    trial, targets = step_trial(live.source), _targets(live)
+    if trial is not None and not {*live.input_names, *targets} <= trial.batch.keys():
+        trial = None  # a step takes more than inputs and targets
     with tempfile.TemporaryDirectory() as folder:
         examples, results = Path(folder, "examples.npz"), Path(folder, "results.npz")
         np.savez(examples, **{str(i): array for i, array in enumerate(inputs)})  # type: ignore[arg-type]
         environment = {"KERAS_BACKEND": keras.backend.backend()}
-        batch = [] if trial is None else [trial.save(Path(folder), inputs=live.input_names, targets=_targets(live))]
+        batch = [] if trial is None else [trial.save(Path(folder), inputs=live.input_names, targets=targets)]
         if not try_out(trial_script.__file__, program, file, examples, results, *batch, environment=environment):
             return
         with np.load(results) as arrays:
@@ -170,12 +172,6 @@ def try_files(program: Path, file: Path, live: TrainingModel) -> None:
     compare(dict(zip(names, outputs, strict=bool(inputs))), dict(zip(names, expected, strict=bool(inputs))))
     if trial is not None:
         trial.compare(losses, same_random_numbers=False)
-
-
-def _step_trial(live: TrainingModel) -> StepTrial | None:
-    """Return steps for the program to repeat; None if a step takes more than inputs and targets."""
-    trial = step_trial(live.source)
-    return trial if trial is not None and {*live.input_names, *_targets(live)} <= trial.batch.keys() else None
 
 
 def _targets(live: TrainingModel) -> list[str]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import onnx_ir as ir
 
 from onward.engines.framework import Function, NotOnHost
 from onward.engines.keras import ROWS
@@ -226,11 +225,8 @@ class Program:
         """Return the statements. All results get names: state is assigned before they are read."""
         results = [*outputs] * 2
         folded = fold_repeats(list(steps), results)
-        return FunctionWriter(folded, results, names or {}, KerasPrinter, _place, taken=self.taken, roles=self.roles)
-
-
-def _place(value: Value) -> Expression:
-    return Expression(value.path)
+        path = lambda value: Expression(value.path)
+        return FunctionWriter(folded, results, names or {}, KerasPrinter, path, taken=self.taken, roles=self.roles)
 
 
 # Names that methods of a program read, besides their own variables.
@@ -253,13 +249,11 @@ def record(model: Model, expressions: Mapping[str, str], choices: Choices, const
             raise UnsupportedError(f"nothing says which shape `{value.name}` has", hint=declare_hint(value.name or ""))
         shaped = Shaped(choices.shapes(value), available(value.dtype.numpy().name))
         recorded = inputs[value.name or ""] = Value(shaped, path=expressions[value.name or ""])
-        dims = [None if isinstance(size, int) else _dim(value, i, size.value) for i, size in enumerate(value.shape)]
-        fresh = [None if dim is None else names.fresh(identifier(dim)) for dim in dims]
-        recorder.known_sizes.name(recorded, fresh, lambda x: ("ops.shape", [x]))
+        dims: list[str | None] = []
+        for axis, size in enumerate(value.shape):
+            name = None if isinstance(size, int) else "batch" if axis == 0 else size.value or f"{value.name}_{axis}"
+            dims.append(None if name is None else names.fresh(identifier(name)))
+        recorder.known_sizes.name(recorded, dims, lambda x: ("ops.shape", [x]))
     results = {name: recorder.place(x) for name, x in interpret(model, recorder)(inputs).items()}
     taken = [*MENTIONED, *(text for text in expressions.values() if is_identifier(text))]
     return Program(results, taken, recorder.known_sizes.roles)
-
-
-def _dim(value: ir.Value, axis: int, name: str | None) -> str:
-    return "batch" if axis == 0 else name or f"{value.name}_{axis}"

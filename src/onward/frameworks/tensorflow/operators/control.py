@@ -12,12 +12,23 @@ from onward.frameworks.tensorflow.graph import Refused, Resource, dtype_of
 operators = Operators()
 
 
-@operators.define("PartitionedCall", "StatefulPartitionedCall")
-def call(op, *arguments, node):
-    return node.translator.inline(op, node.function("f"), arguments)
+operators(
+    **dict.fromkeys(
+        ("PartitionedCall", "StatefulPartitionedCall"),
+        lambda op, *arguments, node: node.translator.inline(op, node.function("f"), arguments),
+    ),
+    NoOp=lambda op: (),
+    Assert=lambda op, *_: (),
+    ReadVariableOp=lambda op, variable, *, node: node.read(op, variable),
+    AssignVariableOp=lambda op, variable, value, *, node: _assign(node, variable, value),
+    AssignAddVariableOp=lambda op, variable, value, *, node: _assign(node, variable, node.read(op, variable) + value),
+    AssignSubVariableOp=lambda op, variable, value, *, node: _assign(node, variable, node.read(op, variable) - value),
+)
 
 
-operators(NoOp=lambda op: (), Assert=lambda op, *_: ())
+def _assign(node, variable, value):
+    node.translator.updates[variable.value] = value
+    return ()
 
 
 @operators.define("If", "StatelessIf")
@@ -122,25 +133,6 @@ def _shape(body, index, value):
     if result.dtype == tf.variant:
         return value.value.shape
     return None if result.shape.rank is None else ir.Shape(result.shape.as_list())
-
-
-operators(ReadVariableOp=lambda op, variable, *, node: node.read(op, variable))
-
-
-@operators.define("AssignVariableOp")
-def assign(op, variable, value, *, node):
-    node.translator.updates[variable.value] = value
-    return ()
-
-
-@operators.define("AssignAddVariableOp")
-def assign_add(op, variable, value, *, node):
-    return assign(op, variable, node.read(op, variable) + value, node=node)
-
-
-@operators.define("AssignSubVariableOp")
-def assign_sub(op, variable, value, *, node):
-    return assign(op, variable, node.read(op, variable) - value, node=node)
 
 
 DRAWN = ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2")

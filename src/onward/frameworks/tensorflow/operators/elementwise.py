@@ -34,9 +34,10 @@ _OTHERWISE_NAMED = {
     "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
     "LessEqual": "LessOrEqual", "LogicalAnd": "And", "LogicalNot": "Not", "LogicalOr": "Or", "Rint": "Round",
 }  # fmt: skip
-operators(**COMMON, **{name: same_operator(name) for name in _SAME})
-operators(**{name: same_operator(operator) for name, operator in _OTHERWISE_NAMED.items()})
 operators(
+    **COMMON,
+    **{name: same_operator(name) for name in _SAME},
+    **{name: same_operator(operator) for name, operator in _OTHERWISE_NAMED.items()},
     AddN=lambda op, *xs: op.Sum(*xs) if len(xs) > 1 else xs[0],
     FloorDiv=floor_divide,
     FloorMod=floor_mod,
@@ -58,12 +59,6 @@ def _choose(op, second, a, b):
     return op.Where(op.Or(second, op.IsNaN(b)), b, a)
 
 
-operators(
-    Maximum=lambda op, a, b: _choose(op, a < b, a, b) if _is_float(a) else op.Max(a, b),
-    Minimum=lambda op, a, b: _choose(op, a > b, a, b) if _is_float(a) else op.Min(a, b),
-)
-
-
 @operators.define("ClipByValue")
 def clip_by_value(op, x, low, high, *, node):
     if node.rank(1) or node.rank(2):
@@ -74,6 +69,8 @@ def clip_by_value(op, x, low, high, *, node):
 
 
 operators(
+    Maximum=lambda op, a, b: _choose(op, a < b, a, b) if _is_float(a) else op.Max(a, b),
+    Minimum=lambda op, a, b: _choose(op, a > b, a, b) if _is_float(a) else op.Min(a, b),
     Erfinv=erf_inv,
     Xdivy=lambda op, x, y: product_or_zero(op, x, "divide", y),
     Xlog1py=lambda op, x, y: product_or_zero(op, x, "log1p", y),
@@ -82,6 +79,23 @@ operators(
     Round=lambda op, x: op.Round(x) if _is_float(x) else x,
     NotEqual=lambda op, a, b: op.Not(op.Equal(a, b)),
     IsFinite=lambda op, x: op.Not(op.Or(op.IsNaN(x), op.IsInf(x))),
+    Cast=lambda op, x, *, DstT: cast(op, x, dtype_of(DstT)),
+    Identity=lambda op, x: x,
+    Snapshot=lambda op, x: x,
+    CheckNumerics=lambda op, x: x,
+    EnsureShape=lambda op, x: x,
+    StopGradient=lambda op, x: op.call(stop_gradient, x).like(x.value) if _is_float(x) else x,
+    ZerosLike=lambda op, x: op.filled_like(x.value, 0),
+    OnesLike=lambda op, x: op.filled_like(x.value, 1),
+    L2Loss=lambda op, x: op.ReduceSumSquare(x, keepdims=0) * 0.5,
+    Relu6=relu6,
+    LeakyRelu=lambda op, x, *, alpha: op.LeakyRelu(x, alpha=alpha),
+    SparseSoftmaxCrossEntropyWithLogits=lambda op, logits, labels: op.SoftmaxCrossEntropyLoss(
+        logits, as_int64(op, labels), reduction="none"
+    ),
+    SoftmaxCrossEntropyWithLogits=lambda op, logits, targets: (
+        -op.ReduceSum(targets * op.LogSoftmax(logits, axis=-1), [-1], keepdims=0)
+    ),
 )
 
 
@@ -93,25 +107,11 @@ def select(op, condition, x, y, *, node):
     return op.Where(condition, x, y)
 
 
-operators(
-    Cast=lambda op, x, *, DstT: cast(op, x, dtype_of(DstT)),
-    Identity=lambda op, x: x,
-    Snapshot=lambda op, x: x,
-    CheckNumerics=lambda op, x: x,
-    EnsureShape=lambda op, x: x,
-)
-
-
 @operators.define("IdentityN")
 def identities(op, *xs, node):
     """Return the inputs. `tf.custom_gradient` marks the operation with its gradient."""
     node.translator.own_gradients |= "_gradient_op_type" in node.operation.node_def.attr
     return xs
-
-
-@operators.define("StopGradient")
-def stop(op, x):
-    return op.call(stop_gradient, x).like(x.value) if _is_float(x) else x
 
 
 @operators.define("PreventGradient")
@@ -125,18 +125,3 @@ def constant(op, *, value, dtype):
     if dtype == tf.string:
         raise Refused("it is a string")
     return op.constant(tf.make_ndarray(value))
-
-
-operators(
-    ZerosLike=lambda op, x: op.filled_like(x.value, 0),
-    OnesLike=lambda op, x: op.filled_like(x.value, 1),
-    L2Loss=lambda op, x: op.ReduceSumSquare(x, keepdims=0) * 0.5,
-    Relu6=relu6,
-    LeakyRelu=lambda op, x, *, alpha: op.LeakyRelu(x, alpha=alpha),
-    SparseSoftmaxCrossEntropyWithLogits=lambda op, logits, labels: op.SoftmaxCrossEntropyLoss(
-        logits, as_int64(op, labels), reduction="none"
-    ),
-    SoftmaxCrossEntropyWithLogits=lambda op, logits, targets: (
-        -op.ReduceSum(targets * op.LogSoftmax(logits, axis=-1), [-1], keepdims=0)
-    ),
-)

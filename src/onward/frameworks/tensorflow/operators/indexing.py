@@ -30,6 +30,8 @@ def gather_rows(op, variable, indices, *, batch_dims, node):
 
 
 operators(
+    Where=lambda op, condition: permute(op, op.NonZero(condition), [1, 0]),
+    InvertPermutation=lambda op, x, *, node, T: op.constant(np.argsort(node.array(0)).astype(dtype_of(T).numpy())),
     GatherNd=lambda op, x, indices: op.GatherND(x, as_int64(op, indices)),
     TensorScatterUpdate=lambda op, x, indices, new: op.ScatterND(x, as_int64(op, indices), new),
     TensorScatterAdd=lambda op, x, indices, new: op.ScatterND(x, as_int64(op, indices), new, reduction="add"),
@@ -57,21 +59,11 @@ def sum_of_segments(op, x, segments, count, *, node):
 
 @operators.define("OneHot")
 def one_hot(op, indices, depth, on, off, *, axis, node):
-    """Set nothing for an index out of range, which ONNX counts from the end."""
+    """Set nothing for a negative index. OneHot of ONNX counts it from the end."""
     classes = op.Range(np.int64(0), op.Reshape(as_int64(op, depth), []), np.int64(1))
     behind = 0 if axis == -1 else node.rank(0) - axis
     classes = op.Unsqueeze(classes, list(range(1, behind + 1))) if behind else classes
     return op.Where(op.Equal(op.Unsqueeze(as_int64(op, indices), [axis]), classes), on, off)
-
-
-@operators.define("Where")
-def where(op, condition):
-    return permute(op, op.NonZero(condition), [1, 0])
-
-
-@operators.define("InvertPermutation")
-def invert_permutation(op, x, *, node, T):
-    return op.constant(np.argsort(node.array(0)).astype(dtype_of(T).numpy()))
 
 
 @operators.define("TensorListReserve")
@@ -99,12 +91,10 @@ def _element_shapes(node):
                 yield result.inputs[2].shape
 
 
-@operators.define("TensorListSetItem")
-def set_item(op, items, index, item):
-    return op.ScatterND(items, op.Reshape(as_int64(op, index), [1, 1]), op.Unsqueeze(item, [0]))
-
-
 operators(
+    TensorListSetItem=lambda op, items, index, item: op.ScatterND(
+        items, op.Reshape(as_int64(op, index), [1, 1]), op.Unsqueeze(item, [0])
+    ),
     TensorListFromTensor=lambda op, x, _: x,
     TensorListStack=lambda op, items, _: items,
     TensorListGetItem=lambda op, items, index, _: op.Gather(items, as_int64(op, index), axis=0),

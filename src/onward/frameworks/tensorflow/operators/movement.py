@@ -146,7 +146,7 @@ def _elements(op, vector, constant, count):
 
 
 def _after(op, index):
-    """Return the end of a slice of one element. After the last element, -1, comes the end."""
+    """Return the end of a slice of one element. The end after index -1 is END, not 0."""
     if isinstance(index, int):
         return index + 1 if index != -1 else END
     return op.Where(op.Equal(index, np.int64(-1)), np.int64(END), index + np.int64(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tempfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from tensorflow.core.protobuf import saved_model_pb2
 
 from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
 from onward.frameworks.files import compare, tensors_of, with_state
-from onward.frameworks.program.trial import step_trial, try_out
+from onward.frameworks.program.trial import step_trial
 from onward.frameworks.tensorflow.forward import to_tensorflow
 from onward.frameworks.tensorflow.program import trial_script
 from onward.lowering.contract import contract_of
@@ -43,22 +42,12 @@ def write(model: Model, path: Path) -> list[Path]:
             tf.saved_model.save(module, str(folder))
         except tf.errors.OpError as error:  # TensorFlow's form of an error of the system
             raise OSError(first_line(error)) from error
-        _try_files(folder, of_one_opset(model))
+        plain = of_one_opset(model)
+        if trial := step_trial(plain, index := step_of(plain)):
+            order = contract_of(lower_for_framework(plain, index, "step")).batch  # of the arguments of `train_step`
+            trial = dataclasses.replace(trial, batch={name: trial.batch[name] for name in order})
+            trial.run(trial_script.__file__, folder)
     return [path]
-
-
-def _try_files(folder: Path, model: Model) -> None:
-    """Compare the losses of steps of the SavedModel in a separate process."""
-    trial = step_trial(model, index := step_of(model))
-    if trial is None:
-        return
-    order = contract_of(lower_for_framework(model, index, "step")).batch
-    trial = dataclasses.replace(trial, batch={name: trial.batch[name] for name in order})
-    with tempfile.TemporaryDirectory() as directory:
-        batch, results = trial.save(Path(directory)), Path(directory, "results.npz")
-        if try_out(trial_script.__file__, folder, batch, results):
-            with np.load(results) as arrays:
-                trial.compare(arrays["losses"], same_random_numbers=True)
 
 
 def restore(path: Path, like: Model | None = None) -> Model:
