@@ -193,14 +193,10 @@ def without_dropout(model: Model) -> Model:
     copy = model.copy()
     for node in list(copy.graph.all_nodes()):
         if node.op_type == "Dropout" and not node.domain:
-            output, source = node.outputs[0], node.inputs[0]
-            assert source is not None and node.graph is not None
-            identity = ir.node("Identity", [source])
-            node.graph.insert_before(node, identity)
-            identity.outputs[0].type, identity.outputs[0].shape = output.type, output.shape
-            output.replace_all_uses_with(identity.outputs[0], replace_graph_outputs=True)
-            node.graph.remove(node)
-            identity.outputs[0].name = output.name
+            node.op_type = "Identity"
+            node.attributes.clear()
+            node.resize_inputs(1)
+            node.resize_outputs(1)
     return copy
 
 

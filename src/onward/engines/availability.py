@@ -43,11 +43,7 @@ class EngineInfo:
 
 
 def engines(*, load: bool = True) -> list[EngineInfo]:
-    """Return all engines, installed or not.
-
-    Args:
-        load: Import frameworks to list devices and operators, which takes a while
-    """
+    """Return all engines, installed or not. `load` imports frameworks, slowly, to list devices and operators."""
     return [_info(name, load or name in ("onnxruntime", "numpy")) for name in ENGINES]
 
 

@@ -269,11 +269,7 @@ _PATTERNS = {"Attention": _Matcher.attention, LINEAR: _Matcher.linear}
 
 
 def matches(nodes: Sequence[ir.Node], results: Container[ir.Value], operators: Container[str]) -> Iterator[FusionMatch]:
-    """Yield groups of nodes that are equivalent to one of the operators.
-
-    Args:
-        results: Values that are read outside of the nodes
-    """
+    """Yield groups of nodes that are equivalent to one of the operators; `results` are read outside of the nodes."""
     left = set(nodes)
     for operator, pattern in _PATTERNS.items():
         for node in nodes if operator in operators else ():

@@ -86,11 +86,7 @@ class GraphPlan:
 def plan(
     graph: ir.Graph, functions: Mapping[str, Function], host: Mapping[str, Function], opset: int, fuses: Container[str]
 ) -> GraphPlan:
-    """Return the plan of a graph whose operators are all in `functions` or run on the host.
-
-    Args:
-        fuses: Operators that replace matching groups of nodes
-    """
+    """Return the plan of a graph whose operators are in `functions` or run on the host; `fuses` replace some nodes."""
     return _Planner(functions, host, opset, fuses).graph(graph)
 
 
