@@ -139,7 +139,7 @@ def test_the_same_seed_gives_the_same_report():
 def test_the_report_is_readable():
     text = str(onward.check_gradients(digits_mlp(), xs=["image", "fc1.bias"]))
     lines = text.splitlines()
-    assert lines[0] == "derivatives of logits along random directions, in float64; made up: image"
+    assert lines[0] == "derivatives of logits along random directions, in float64; random inputs: image"
     assert lines[1].split("  ")[0] == "x" and len(lines) == 4
     assert all(line.endswith("ok") for line in lines[2:])
 

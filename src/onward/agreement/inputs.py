@@ -108,7 +108,7 @@ def _shape(value: ir.Value, sizes: Mapping[str, int], otherwise: int) -> tuple[i
     if not isinstance(value.type, ir.TensorType) or value.shape is None or value.dtype == ir.DataType.STRING:
         type_ = port(value).type
         hint = f"{GIVE}; or {declare_hint(value.name or '')}" if value.shape is None else GIVE
-        raise UnsupportedError(f"cannot make up a value for `{value.name}` ({type_} of unknown shape)", hint=hint)
+        raise UnsupportedError(f"cannot draw a random value for `{value.name}` ({type_} of unknown shape)", hint=hint)
     return tuple(d if isinstance(d, int) else sizes.get(d.value or "", otherwise) for d in value.shape)
 
 

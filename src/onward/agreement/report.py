@@ -38,7 +38,7 @@ class Report(ABC):
 
     @property
     def _made_up(self) -> str:
-        return f"; made up: {', '.join(self.made_up)}" if self.made_up else ""
+        return f"; random inputs: {', '.join(self.made_up)}" if self.made_up else ""
 
 
 # ---- engines ---------------------------------------------------------------------------------------------------------

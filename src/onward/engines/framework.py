@@ -146,11 +146,7 @@ class Framework(ABC):
     def derivative(
         self, function: Callable[[Sequence[Any]], tuple[Any, list[Any]]], xs: Sequence[Any]
     ) -> tuple[Any, list[Any], Callable[[], Sequence[Any]]]:
-        """Return `y, more = function(xs)`, and a function that returns the gradients of `y.sum()`
-        by `xs`.
-
-        `y` and the gradients must be differentiable.
-        """
+        """Return `y, more = function(xs)` and a function for the gradients of `y.sum()`; all must be differentiable."""
 
     def host(self, value: Any) -> np.ndarray:
         """Return a tensor or an array as an array."""
@@ -169,10 +165,7 @@ class Framework(ABC):
         return tensor
 
     def adopt(self, value: Any) -> Any:
-        """Convert a tensor of any framework, without a copy if both can access the memory.
-
-        An array of an unsupported type stays on the host.
-        """
+        """Convert a tensor of any framework, if possible without a copy. Unsupported types stay on the host."""
         return value if isinstance(value, np.ndarray) and not self.supports(value.dtype) else self.place(value)
 
     def feed(self, value: Any) -> Any:
@@ -280,10 +273,7 @@ _MANY = 1 << 14
 
 
 def counts_far(operator: str, inputs: Sequence[np.ndarray]) -> bool:
-    """True if a node with inputs on the host should run on the device, since its output is large.
-
-    Such a `Range` is the counter of random numbers.
-    """
+    """True if a node runs on the device because of its large output, such as the `Range` of random numbers."""
     if operator == "Dropout":  # the framework's own generator draws the mask
         return True
     if operator != "Range":

@@ -70,11 +70,7 @@ def _map_arrays(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 class Interpreted(Engine):
-    """Engine that runs a training model on a framework.
-
-    With `rules` it runs the lowered step, whose gradients come from Onward's rules, not from the
-    framework.
-    """
+    """Engine on a framework. With `rules`, gradients come from Onward's rules, not from the framework."""
 
     def __init__(
         self,

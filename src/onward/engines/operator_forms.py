@@ -20,10 +20,7 @@ _MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
 def newest_form(node: ir.Node, opset: int) -> tuple[str, Inputs, dict[str, Any]]:
-    """Return operator, inputs and attributes of a node of version `opset` in their newest form.
-
-    An input that used to be an attribute is an array.
-    """
+    """Return operator, inputs and attributes of a node in their newest form; old attributes may be array inputs."""
     operator, inputs = operator_name(node), list[ir.Value | np.ndarray | None](node.inputs)
     options = {name: _plain(value) for name, value in attributes(node, opset).items()}
     if opset < NEWEST_INTERPRETED:

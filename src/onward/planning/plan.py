@@ -25,10 +25,7 @@ from onward.transform import declare
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The cost of a training, strategy by strategy.
-
-    The keys of `to_json` are the names of the fields, at every level; the sharding is left out.
-    """
+    """The cost of a training by strategy. The keys of `to_json` are the field names, without the sharding."""
 
     machines: Machines
     model: Mapping[str, Any]

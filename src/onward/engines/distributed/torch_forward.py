@@ -161,10 +161,7 @@ class SumUnderWay:
 
 
 def derivative_of_common_sum() -> float:
-    """Return the factor by which averaged gradients of a global sum become the gradient.
-
-    All processes compute the same derivative of what follows the sum.
-    """
+    """Return the factor that turns averaged gradients of a global sum, equal on all processes, into the gradient."""
     group = join_group()
     return group.size / group.copies
 

@@ -307,10 +307,7 @@ _MOST = 16
 
 
 class Recording:
-    """A function of tensors and arrays as a graph of PyTorch's operators, which may be compiled.
-
-    Arrays are constants of the graph, as inputs and as results.
-    """
+    """A function as a graph of PyTorch's operators, which may be compiled; arrays are constants of the graph."""
 
     def __init__(self, run: Run, values: Sequence[Any], compile: Callable[[fx.GraphModule], Any] = lambda graph: graph):
         self._static: dict[int, Any] = {}
