@@ -11,6 +11,7 @@ import collections
 
 import gradcheck
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 from control_flow import CASES as CONTROL_FLOW
@@ -47,6 +48,15 @@ def test_rule_agrees_with_no_dimension_known(name):
     """What ONNX Runtime computes with no dimension known is compared below."""
     proto, inputs = CASES[name]
     gradcheck.check(gradcheck.with_symbolic_dims(proto), inputs, order=1)
+
+
+def test_linear_attention_agrees_with_no_shape_known():
+    """Its state comes from an input, of which not even the rank is known."""
+    proto, inputs = CASES["test_linear_attention_decode_step"]
+    proto = onnx.ModelProto.FromString(proto.SerializeToString())
+    for value in proto.graph.input:
+        value.type.tensor_type.ClearField("shape")
+    gradcheck.check(proto, inputs, order=1)
 
 
 @pytest.mark.parametrize("name", chosen(BODIES, QUICK))

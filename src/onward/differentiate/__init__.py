@@ -14,15 +14,14 @@ from onward.differentiate.gradients import lower_gradients
 from onward.differentiate.recompute import Choice, recomputation
 from onward.differentiate.simplify import tidy
 from onward.differentiate.sweep import RuleLookup, nodes_to_differentiate, pull_back, renamable
-from onward.errors import UnknownNameError, UnsupportedError, suggest_or_list
+from onward.errors import UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
-from onward.model.core import values
 from onward.model.walk import nodes_after
 from onward.rules.registry import lookup
 from onward.shapes import content_type, is_optional, is_sequence
 from onward.standard import OLDEST_OPSET
-from onward.transform.context import Context
+from onward.transform.context import Context, values_by_name
 from onward.transform.opset import of_one_opset
 from onward.transform.padding import write_padding
 from onward.transform.training import drop_unused_definitions
@@ -104,15 +103,12 @@ def _open_model(
 ) -> tuple[Model, ir.Value, list[ir.Value]]:
     model = of_one_opset(check_signatures(load(source)), OLDEST_OPSET).copy(steps=False)
     write_padding(model)
-    known_values = {value.name: value for value in values(model.graph) if value.name}
-    if unknown := [name for name in (y, *xs) if name not in known_values]:
-        names = ", ".join(f"`{name}`" for name in unknown)
-        raise UnknownNameError(f"unknown value {names}", hint=suggest_or_list(unknown[0], known_values))
+    values_by_name([model.graph], (y, *xs))
     context = Context(model)
     lower_gradients(context)
     expand(context, y, xs, keep_functions=keep_functions)
     model = context.model
-    known_values = {value.name: value for value in values(model.graph) if value.name}
+    known_values = values_by_name([model.graph], ())
     context.fill_in_types(known_values.values())
     if known_values[y].type is None:
         raise UnsupportedError(

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
+from onward.errors import UnknownNameError, suggest_or_list
 from onward.model import Model
 from onward.model.core import values
 from onward.model.walk import ancestors
@@ -102,3 +103,12 @@ class Context:
 
 def _symbols(inputs: Iterable[ir.Value]) -> set[str | None]:
     return {size.value for value in inputs for size in dims(value) or () if isinstance(size, ir.SymbolicDim)}
+
+
+def values_by_name(graphs: Iterable[ir.Graph], required: Iterable[str]) -> dict[str, ir.Value]:
+    """Return name -> value for graphs; raise if a required name is missing."""
+    by_name = {value.name: value for graph in graphs for value in values(graph) if value.name}
+    if missing := [name for name in required if name not in by_name]:
+        listed = ", ".join(f"`{name}`" for name in missing)
+        raise UnknownNameError(f"unknown value {listed}", hint=suggest_or_list(missing[0], by_name))
+    return by_name

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import UnknownNameError, UnsupportedError, suggest_or_list
+from onward.errors import UnsupportedError
 from onward.model import Model, Source, load
 from onward.model.core import Step, link_gradients, string, strings, unlink_gradients, values
 from onward.model.serde import stamp
 from onward.model.state import states
 from onward.model.walk import ancestors
+from onward.transform.context import values_by_name
 from onward.transform.training import drop_unused_definitions, remove
 from onward.transform.types import fill_in_types
 
@@ -30,11 +31,7 @@ def extract(model: Source, inputs: Sequence[str], outputs: Sequence[str]) -> Mod
     the new inputs are removed with their state. A step that needs them is refused.
     """
     model = load(model).copy()
-    by_name = {value.name: value for value in values(model.graph) if value.name}
-    missing = [name for name in (*inputs, *outputs) if name not in by_name]
-    if missing:
-        listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"unknown value {listed}", hint=suggest_or_list(missing[0], by_name))
+    by_name = values_by_name([model.graph], (*inputs, *outputs))
     fill_in_types(model, [by_name[name] for name in (*inputs, *outputs)])
     graph = model.graph
     link_gradients(graph)  # to the values that the subgraph must contain

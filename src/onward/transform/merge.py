@@ -9,11 +9,12 @@ from typing import Any
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import InvalidModelError, UnknownNameError, suggest, suggest_or_list
+from onward.errors import InvalidModelError, UnknownNameError, suggest
 from onward.model import Model, Source, load
 from onward.model.core import Step, rename_in_gradients, values
 from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, with_tags
+from onward.transform.context import values_by_name
 from onward.transform.opset import convert_opset
 
 
@@ -149,11 +150,7 @@ def rename(model: Source, names: Mapping[str, str]) -> Model:
     - `names`: old -> new
     """
     model = load(model).copy()
-    by_name = {value.name: value for graph in _scopes(model) for value in values(graph) if value.name}
-    missing = [name for name in names if name not in by_name]
-    if missing:
-        listed = ", ".join(f"`{name}`" for name in missing)
-        raise UnknownNameError(f"unknown value {listed}", hint=suggest_or_list(missing[0], by_name))
+    by_name = values_by_name(_scopes(model), names)
     new_names = dict(names)
     for value in model.initializers():
         owner = value.const_value.metadata_props.get(PARAMETER_KEY) if value.const_value is not None else None
