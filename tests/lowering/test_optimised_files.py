@@ -97,5 +97,5 @@ def test_a_file_for_one_processor_is_refused(tmp_path):
     ort.InferenceSession(conv.SerializeToString(), options, providers=["CPUExecutionProvider"])
     if not any(node.domain == "com.microsoft.nchwc" for node in onnx.load(tmp_path / "blocked.onnx").graph.node):
         pytest.skip("ONNX Runtime has no blocked layout for this processor")
-    with pytest.raises(UnsupportedError, match="for one kind of processor"):
+    with pytest.raises(UnsupportedError, match="for one type of processor"):
         onward.gradient(tmp_path / "blocked.onnx", "y", ["x"])

@@ -181,7 +181,7 @@ def recurrent(inputs: str, result: str = "batch, 2") -> onnx.ModelProto:
             "float[1, 2] input, float[2, 1, 2] state",
             "axis 0 is 1 for `input` but 2 for `state`",
         ),
-        ("float[B, 2] input, float[2, N, 2] state", "`state` takes 2 rows in every batch, and `input` any number"),
+        ("float[B, 2] input, float[2, N, 2] state", "`state` takes 2 rows per batch, and `input` any number"),
     ],
 )
 def test_a_batch_that_is_not_axis_0_is_refused(folder: Path, inputs: str, said: str) -> None:

@@ -59,10 +59,7 @@ def depth_to_space_gradient(op, dy, x, *, blocksize, mode):
     return space_to_depth(op, dy, blocksize=blocksize, mode=mode)
 
 
-@gradient("SpaceToDepth")
-def space_to_depth_gradient(op, dy, x, *, blocksize, mode):
-    """dX = dY moved back to the plane."""
-    return op.DepthToSpace(dy, blocksize=blocksize, mode=mode)
+gradient("SpaceToDepth")(lambda op, dy, x, *, blocksize, mode: op.DepthToSpace(dy, blocksize=blocksize, mode=mode))
 
 
 @body("DepthToSpace")
@@ -150,10 +147,7 @@ def _known_pads(x, starts, ends, axes):
     return [taken.start for taken in slices] + behind
 
 
-@gradient("Trilu")
-def trilu(op, dy, x, k, *, upper):
-    """dX = the same triangle of dY."""
-    return op.Trilu(dy, k, upper=upper) if k is not None else op.Trilu(dy, upper=upper)
+gradient("Trilu")(lambda op, dy, x, k, *, upper: op.Trilu(dy, k, upper=upper))
 
 
 @gradient("CenterCropPad")
@@ -168,13 +162,9 @@ def _sizes(op, x, axes):
     return shape if axes is None else op.Gather(shape, axes)
 
 
-def _long_only(op, axes):
-    """Return the axes of a Slice as integers of the same type as its starts and ends."""
-    return () if axes is None else (_long(op, axes),)
-
-
 def _long(op, values):
-    return values if values.dtype == ir.DataType.INT64 else op.Cast(values, to=ir.DataType.INT64)
+    """Cast starts or axes of a Slice, which must have the type of its ends."""
+    return values if values is None or values.dtype == ir.DataType.INT64 else op.Cast(values, to=ir.DataType.INT64)
 
 
 gradient("Expand", broadcasts=(0,))(lambda op, dy, x, shape: dy)
@@ -210,13 +200,13 @@ def _crop(op, dy, pads, axes):
     numbers = constant_ints(pads.value)
     if numbers is None:
         begin, end = op.Split(op.Max(pads, 0), num_outputs=2, axis=0, outputs=2)
-        cropped = op.Slice(dy, begin, _sizes(op, dy, axes) - end, *_long_only(op, axes))
+        cropped = op.Slice(dy, begin, _sizes(op, dy, axes) - end, _long(op, axes))
         return pad_axes(op, cropped, op.Max(-pads, 0), axes)
     pads = numbers
     begin, end = pads[: len(pads) // 2], pads[len(pads) // 2 :]
     if max(pads, default=0) > 0:
         stop = [-n if n > 0 else END for n in end]
-        dy = op.Slice(dy, [max(n, 0) for n in begin], stop, *_long_only(op, axes))
+        dy = op.Slice(dy, [max(n, 0) for n in begin], stop, _long(op, axes))
     if min(pads, default=0) < 0:
         dy = pad_axes(op, dy, [max(-n, 0) for n in pads], axes)
     return dy

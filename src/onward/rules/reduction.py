@@ -27,10 +27,9 @@ def _like(op, small, x):
     return op.Expand(small, op.Shape(x))
 
 
-@gradient("ReduceSum")
-def reduce_sum(op, dy, x, axes, *, keepdims):
-    """dX = dY for every element."""
-    return _like(op, _keep_axes(op, dy, axes, keepdims), x)
+gradient("ReduceSum")(lambda op, dy, x, axes, *, keepdims: _like(op, _keep_axes(op, dy, axes, keepdims), x))
+gradient("ReduceSumSquare")(lambda op, dy, x, axes, *, keepdims: _keep_axes(op, dy * 2, axes, keepdims) * x)
+gradient("ReduceL1")(lambda op, dy, x, axes, *, keepdims: _keep_axes(op, dy, axes, keepdims) * op.Sign(x))  # 0 at 0
 
 
 @gradient("ReduceMean")
@@ -46,18 +45,6 @@ def _share(op, reduced, x):
         return math.prod(small) / math.prod(large)
     double = op.constant(np.float64(1))
     return cast_like(op, cast_like(op, op.Size(reduced), double) / cast_like(op, op.Size(x), double), x)
-
-
-@gradient("ReduceSumSquare")
-def reduce_sum_square(op, dy, x, axes, *, keepdims):
-    """dX = 2 X dY."""
-    return _keep_axes(op, dy * 2, axes, keepdims) * x
-
-
-@gradient("ReduceL1")
-def reduce_l1(op, dy, x, axes, *, keepdims):
-    """dX = sign(X) dY; 0 at 0."""
-    return _keep_axes(op, dy, axes, keepdims) * op.Sign(x)
 
 
 @gradient("ReduceL2")
