@@ -52,8 +52,7 @@ def _objections(tree: ast.Module, table: symtable.SymbolTable, frameworks: Colle
     yield from _attributes(tree, "")
     outer = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     outer |= {child.get_name() for child in table.get_children()}
-    yield from _names(table, outer)
-    yield from _hidden_names(table, {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()})
+    yield from _names(table, outer, {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()})
 
 
 def _imports(tree: ast.Module, allowed: Collection[str]) -> Iterator[str]:
@@ -103,19 +102,13 @@ def _of_self(node: ast.Attribute) -> bool:
     return isinstance(value, ast.Name) and value.id == "self"
 
 
-def _names(table: symtable.SymbolTable, outer: Collection[str]) -> Iterator[str]:
-    """Yield outer names that a function reads and nothing defines."""
+def _names(table: symtable.SymbolTable, outer: Collection[str], imported: Collection[str]) -> Iterator[str]:
+    """Yield outer names that nothing defines, and names of functions that hide an import."""
     for symbol in table.get_symbols():
         name = symbol.get_name()
         if symbol.is_referenced() and symbol.is_global() and name not in outer and name not in BUILTINS:
             yield f"`{name}` is not defined"
+        if table.get_type() == "function" and symbol.is_local() and name in imported:
+            yield f"`{name}` hides an import"
     for child in table.get_children():
-        yield from _names(child, outer)
-
-
-def _hidden_names(table: symtable.SymbolTable, imported: Collection[str]) -> Iterator[str]:
-    for child in table.get_children():
-        names = [symbol.get_name() for symbol in child.get_symbols() if symbol.is_local()]
-        if child.get_type() == "function":
-            yield from (f"`{name}` hides an import" for name in names if name in imported)
-        yield from _hidden_names(child, imported)
+        yield from _names(child, outer, imported)

@@ -73,11 +73,16 @@ def is_open(value: Any) -> bool:
 
 def vector(sizes: Any) -> np.ndarray:
     """Return sizes as an array of integers, and of `Size` for anything else."""
-    if all(isinstance(size, int) for size in sizes):
-        return np.array(sizes, np.int64)
-    array = np.empty(len(sizes), object)
-    array[:] = [size if isinstance(size, int) else Size(size) for size in sizes]
-    return array
+    return array_of([size if isinstance(size, int) else Size(size) for size in sizes])
+
+
+def array_of(sizes: Any) -> np.ndarray:
+    """Return sizes, or one of any type, as an array: of integers or booleans if all of them are known."""
+    array = np.empty(np.shape(sizes) if isinstance(sizes, list | tuple | np.ndarray) else (), object)
+    array[...] = sizes
+    if not all(isinstance(x, int) for x in array.flat):
+        return array
+    return array.astype(bool if array.size and all(isinstance(x, bool) for x in array.flat) else np.int64)
 
 
 def as_lists(value: Any) -> Any:
@@ -264,11 +269,7 @@ def _plain(result: Any) -> Any:
         return tuple(map(_plain, result))
     if isinstance(result, list | np.generic) or (isinstance(result, np.ndarray) and result.dtype != object):
         return result
-    array = np.empty(np.shape(result) if isinstance(result, np.ndarray) else (), object)
-    array[...] = result
-    if not all(isinstance(x, int) for x in array.flat):
-        return array
-    return array.astype(bool if array.size and all(isinstance(x, bool) for x in array.flat) else np.int64)
+    return array_of(result)
 
 
 def _keywords_of(function: Function, attributes: Mapping[str, Any]) -> dict[str, Any]:

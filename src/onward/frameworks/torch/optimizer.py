@@ -102,7 +102,7 @@ _FOREACH_ROUNDS_ALIKE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax
 """Classes whose multi-tensor implementation rounds bfloat16 like the single-tensor one."""
 
 
-def _dtype_name(parameter: Parameter) -> str:
+def _dtype_name(parameter: torch.Tensor) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 
@@ -113,7 +113,7 @@ def _rounds_like_torch(configured: ConfiguredOptimizer) -> bool:
     return is_native and configured.options.get("fused", False) in update.in_16_bits
 
 
-def rounding_problem(
+def _rounding_problem(
     member: Optimizer, settings: Mapping[str, Any], configured: ConfiguredOptimizer, dtype: torch.dtype
 ) -> tuple[str, str] | None:
     """Return why a 16-bit update cannot be converted exactly, and what to do."""
@@ -168,6 +168,7 @@ def read_optimizer(
     rates = iter(schedule.base_rates if schedule else [float(group["lr"]) for group in settings])
     reading = _Reading(names, problems)
     for member in members:
+        reading.check_parameters(member)
         member_rates = [next(rates) for _ in member.param_groups]
         if type(member) in CLASSES:
             for group, rate in zip(member.param_groups, member_rates, strict=True):
@@ -214,35 +215,24 @@ class _Reading:
     def add(self, member: Optimizer, settings: Mapping[str, Any], rate: float) -> None:
         trained = {self._names[id(p)]: p for p in settings["params"] if p.requires_grad and id(p) in self._names}
         spec = _spec(type(member), settings, rate, next(iter(trained.values()), None))
-        for name, parameter in trained.items():
-            if parameter.dtype in HALVES and (
-                reason := rounding_problem(member, settings, configure(spec), parameter.dtype)
-            ):
-                self._problems.add(f"`{name}` is {_dtype_name(parameter)}, and {reason[0]}", reason[1])
         configured = configure(spec)
-        is_constant = configured.definition.name == "adagrad" and not configured.values["lr_decay"]
-        depends_on_count = (
-            not is_constant and "t" in configured.definition.choose(configured.settings, None).function.inputs
-        )
-        for parameter in settings["params"]:
-            self._check(parameter, member)
+        definition = configured.definition
+        is_constant = definition.name == "adagrad" and not configured.values["lr_decay"]
+        depends_on_count = not is_constant and "t" in definition.choose(configured.settings, None).function.inputs
         for name, parameter in trained.items():
+            is_half = parameter.dtype in HALVES
+            if is_half and (reason := _rounding_problem(member, settings, configured, parameter.dtype)):
+                self._problems.add(f"`{name}` is {_dtype_name(parameter)}, and {reason[0]}", reason[1])
             self._read(name, member, dict(member.state.get(parameter, {})), depends_on_count)
         if trained:
             self.groups.append(ParameterGroup(spec, list(trained)))
 
     def add_function(self, member: Optimizer, rates: Sequence[float]) -> None:
         """Add an optimizer of an unknown class by tracing a step, unless it is a graph already."""
-        for settings in member.param_groups:
-            for parameter in settings["params"]:
-                self._check(parameter, member)
-                if (
-                    parameter.dtype in HALVES
-                    and id(parameter) in self._names
-                    and not isinstance(member, GraphOptimizer)
-                ):
-                    problem = f"`{self._names[id(parameter)]}` is {_dtype_name(parameter)}, and a trace does not round"
-                    self._problems.add(problem, "let it update float32 copies, or use one of torch.optim")
+        halves = [p for p in parameters_of(member) if p.dtype in HALVES and id(p) in self._names]
+        for parameter in halves if not isinstance(member, GraphOptimizer) else ():
+            problem = f"`{self._names[id(parameter)]}` is {_dtype_name(parameter)}, and a trace does not round"
+            self._problems.add(problem, "let it update float32 copies, or use one of torch.optim")
         self._problems.refuse()
         if isinstance(member, GraphOptimizer):
             function = member.function(self._names, rates[0])
@@ -252,14 +242,15 @@ class _Reading:
         self.groups += groups
         self._most = max(self._most, step)
 
-    def _check(self, parameter: Parameter, member: Optimizer) -> None:
-        name = self._names.get(id(parameter))
-        if name is None:
-            if parameter.requires_grad and _updates(member, member.state.get(parameter, {})):
+    def check_parameters(self, member: Optimizer) -> None:
+        """Note parameters that the model does not use, and sparse gradients."""
+        for parameter in parameters_of(member):
+            name = self._names.get(id(parameter))
+            if name is not None and parameter.grad is not None and parameter.grad.is_sparse:
+                self._problems.add(f"the gradient of `{name}` is sparse", "use `sparse=False` in the embedding")
+            if name is None and parameter.requires_grad and _updates(member, member.state.get(parameter, {})):
                 problem = f"it has state of a parameter of shape {list(parameter.shape)} that the model does not use"
                 self._problems.add(problem, "create it with the parameters of this model only")
-        elif parameter.grad is not None and parameter.grad.is_sparse:
-            self._problems.add(f"the gradient of `{name}` is sparse", "use `sparse=False` in the embedding")
 
     def _read(self, name: str, member: Optimizer, state: dict[str, Any], depends_on_count: bool) -> None:
         count = _updates(member, state)
@@ -268,9 +259,8 @@ class _Reading:
             self._begun[name] = bool(count)
         elif depends_on_count:
             self._counts[name] = count
-        if count:
-            slots = {slot: value for slot, value in state.items() if slot != "step" and value is not None}
-            for slot, value in slots.items():
+        for slot, value in state.items() if count else ():
+            if slot != "step" and value is not None:
                 array = to_array(value)
                 self.slots[f"{name}/{slot}"] = array.astype(np.float64) if slot in SCALAR_SLOTS else array.copy()
 

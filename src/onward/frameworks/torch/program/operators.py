@@ -21,20 +21,12 @@ from onward.engines.torch.types import TYPES
 from onward.errors import Error, UnsupportedError, first_line
 from onward.frameworks.program.calls import ProgramStep, Value, without_unused
 from onward.frameworks.program.short_forms import slice_places
-from onward.frameworks.program.sizes import on_host
+from onward.frameworks.program.sizes import array_of, on_host
 from onward.frameworks.torch.forward import LIVE, OnnxModule
 from onward.frameworks.torch.module_engine import Live, torch_momentum
 from onward.frameworks.torch.program import recurrent
 from onward.frameworks.torch.program.recording import Recorder, is_always_zero
 from onward.options import Variance
-
-
-def array_of(sizes: Any) -> np.ndarray:
-    """Return sizes as an array, of integers if none is a symbol."""
-    array = np.empty(np.shape(sizes) if not isinstance(sizes, torch.SymInt) else (), object)
-    array[...] = sizes
-    return array.astype(np.int64) if all(isinstance(x, int) for x in array.flat) else array
-
 
 _SYMBOLS = torch.SymInt | torch.SymFloat | torch.SymBool
 
