@@ -66,9 +66,9 @@ class Identifiers(Names):
     def __init__(self, taken: Iterable[str] = ()):
         super().__init__({*taken, *RESERVED})
 
-    def like(self, name: str, otherwise: str = "x") -> str:
+    def like(self, name: str) -> str:
         """Return a fresh name similar to one of a model."""
-        return self.fresh(identifier(name, otherwise))
+        return self.fresh(identifier(name))
 
 
 _MODULES = {"jax", "keras", "numpy", "onward", "optax", "tensorflow", "torch", *sys.stdlib_module_names}

@@ -77,11 +77,6 @@ class StepTrial:
     batch: dict[str, np.ndarray]
     losses: list[float]
 
-    @property
-    def draws(self) -> bool:
-        """True if training draws random numbers."""
-        return any(state.role == "rng" for state in states(self.model, self.index))
-
     def save(self, folder: Path, **settings: Any) -> Path:
         """Write the batch by position, with the names in that order and other settings."""
         path = folder / "batch.npz"
@@ -100,7 +95,8 @@ class StepTrial:
 
     def compare(self, losses: Sequence[float], *, same_random_numbers: bool) -> None:
         """Raise an error if the losses of a program differ by more than rounding errors."""
-        if self.draws and not same_random_numbers:
+        draws = any(state.role == "rng" for state in states(self.model, self.index))
+        if draws and not same_random_numbers:
             return
         hint = "report the model; run the training model itself: `onward.engines.start(model, engine=...)`"
         compare = Comparison(

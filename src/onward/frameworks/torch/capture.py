@@ -117,8 +117,15 @@ def _restore(model: Model, module: nn.Module) -> None:
     free_names(model, named)
     for position, (name, tensor) in enumerate(named.items()):
         if main[id(tensor)] == name:
-            value = used.get(name) or ir.Value()
-            _describe(value, name, tensor, name in persistent)
+            value, dtype, array = used.get(name) or ir.Value(), CODES[tensor.dtype], to_array(tensor)
+            value.name = name
+            value.type, value.shape = ir.TensorType(dtype), ir.Shape(tuple(tensor.shape))
+            value.const_value = ir.Tensor(array if is_hollow(tensor) else array.copy(), dtype=dtype, name=name)
+            value.metadata_props[KIND] = "PARAMETER" if isinstance(tensor, nn.Parameter) else "BUFFER"
+            value.metadata_props[PERSISTENT] = str(name in persistent)
+            value.metadata_props.pop("pkg.torch.onnx.original_node_name", None)
+            if isinstance(tensor, nn.Parameter):
+                value.metadata_props[LEARNS] = str(tensor.requires_grad)
             graph.register_initializer(value)
         else:
             tied = graph.initializers[main[id(tensor)]].metadata_props
@@ -132,20 +139,6 @@ def _restore(model: Model, module: nn.Module) -> None:
     for node in graph.all_nodes():
         for key in _NOISE:
             node.metadata_props.pop(key, None)
-
-
-def _describe(value: ir.Value, name: str, tensor: torch.Tensor, is_persistent: bool) -> None:
-    dtype = CODES[tensor.dtype]
-    value.name = name
-    value.type, value.shape = ir.TensorType(dtype), ir.Shape(tuple(tensor.shape))
-    array = to_array(tensor)
-    value.const_value = ir.Tensor(array if is_hollow(tensor) else array.copy(), dtype=dtype, name=name)
-    is_parameter = isinstance(tensor, nn.Parameter)
-    value.metadata_props[KIND] = "PARAMETER" if is_parameter else "BUFFER"
-    value.metadata_props[PERSISTENT] = str(is_persistent)
-    value.metadata_props.pop("pkg.torch.onnx.original_node_name", None)
-    if is_parameter:
-        value.metadata_props[LEARNS] = str(tensor.requires_grad)
 
 
 # ---- what training switches ------------------------------------------------------------------------------------------

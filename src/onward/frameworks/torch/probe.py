@@ -212,8 +212,9 @@ class _Prober:
     def _outputs(self, forward: Flat | _OwnNames) -> dict[str, torch.Tensor]:
         """Return outputs by their names in the model. A live module does not name a single one."""
         outputs = forward(*forward.inputs.values())
-        is_live = isinstance(forward.module, OnnxModule)
-        return dict(zip(forward.module.output_names, outputs.values(), strict=True)) if is_live else outputs
+        if not isinstance(forward.module, OnnxModule):
+            return outputs
+        return dict(zip(forward.module.output_names, outputs.values(), strict=True))
 
     def step(self, batch: Arrays) -> StepResult:
         native = self._native

@@ -43,7 +43,8 @@ def rewrite(program: ExportedProgram) -> None:
     for node in list(graph.nodes):
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
             for result in list(node.users):
-                _detach(result)
+                with graph.inserting_after(result):
+                    _insert_after(result, graph.call_function(aten.detach.default, (result,)))
         elif node.target in _REWRITES:
             _REWRITES[node.target](node)
     graph.lint()
@@ -108,12 +109,6 @@ def _add_loss_axes(node: Node) -> None:
         for axis in axes:
             with node.graph.inserting_after(node):
                 _insert_after(node, call(aten.squeeze.dim, (node, axis)))
-
-
-def _detach(node: Node) -> None:
-    """Detach a result that was computed under `torch.no_grad()`."""
-    with node.graph.inserting_after(node):
-        _insert_after(node, node.graph.call_function(aten.detach.default, (node,)))
 
 
 def _insert_after(node: Node, result: Node) -> None:

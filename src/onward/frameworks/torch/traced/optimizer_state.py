@@ -120,7 +120,7 @@ def with_initial_state(optimizer: Optimizer, trained: Collection[int]) -> Optimi
     copied_parameters = parameters_of(result)
     for (index, slot), value in first.items():
         result.state[copied_parameters[index]][slot] = value
-    before, after = leaves_of(result), leaves_of(after_step(copy_optimizer(result), trained, 2))
+    before, after = leaves_of(result), leaves_of(_after_step(copy_optimizer(result), trained, 2))
     changed = [path for path in before.keys() ^ after.keys() if path[0] != "state" or path[1] in trained]
     changed += [path for path in before.keys() & after.keys() if (before[path] is None) != (after[path] is None)]
     if changed:
@@ -129,13 +129,13 @@ def with_initial_state(optimizer: Optimizer, trained: Collection[int]) -> Optimi
     return result
 
 
-def after_step(optimizer: Optimizer, trained: Collection[int], seed: int, scale: float = 1.0) -> Optimizer:
+def _after_step(optimizer: Optimizer, trained: Collection[int], seed: int) -> Optimizer:
     """Return the optimizer after a step with random gradients."""
     generator = torch.Generator().manual_seed(seed)
     for i, parameter in enumerate(parameters_of(optimizer)):
         parameter.grad = None
         if i in trained:
-            parameter.grad = scale * torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
     try:
         with torch.random.fork_rng():
             step_of(optimizer)()
@@ -193,7 +193,7 @@ def _first_state(optimizer: Optimizer, trained: Collection[int], seed: int) -> d
     copied.state = _State(_Slots)
     for parameter, slots in state_before.items():
         dict.__setitem__(copied.state, parameter, _Slots(slots) if isinstance(slots, dict) else slots)
-    after_step(copied, trained, seed)
+    _after_step(copied, trained, seed)
     parameters = parameters_of(copied)
     state = {i: copied.state[parameters[i]] for i in trained if parameters[i] in copied.state}
     return {(i, slot): value for i, slots in state.items() for slot, value in slots.first.items()}
