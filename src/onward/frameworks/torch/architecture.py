@@ -28,6 +28,9 @@ from onward.model import Model
 
 _LIKE = "give its ONNX model, from `torch.onnx.export` or `onward.from_torch`: `--like model.onnx`"
 _BATCH, _LENGTH, _CHOICES = 3, 5, 2
+"""Sizes of examples, greater than 1, which torch.export would fix."""
+_IGNORED = -100
+"""Label that losses of transformers do not count."""
 
 
 def _stored_names(module: nn.Module) -> dict[str, str]:
@@ -100,9 +103,6 @@ def _count_labels(module: Any) -> None:
         return forward(**inputs, num_items_in_batch=(labels[..., 1:] if start else labels).ne(_IGNORED).sum())
 
     module.forward = counted
-
-
-_IGNORED = -100
 
 
 # ---- examples --------------------------------------------------------------------------------------------------------

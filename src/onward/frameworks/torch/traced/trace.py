@@ -34,6 +34,7 @@ from onward.model.walk import ancestors, descendants, nested_graphs
 from onward.recipe.optimizers.graph_optimizer import RATE
 
 _MOST_BRANCHES = 16
+"""Ways through a step that are traced. Each one is a copy of the step in the graph."""
 _SLOWER = {"foreach": False, "fused": False}
 """Settings for optimizers with several implementations."""
 
