@@ -256,7 +256,7 @@ def test_files_of_others_are_not_overwritten(
     training().save("training.onnx")
     Path(there).write_text("mine")
     said, hint = failed("convert", "training.onnx", "--to", target, "-o", output)
-    assert said == f"`{there}` exists" and "--force" in hint
+    assert said == f"`{there}` already exists" and "--force" in hint
     assert Path(there).read_text() == "mine"
 
 
