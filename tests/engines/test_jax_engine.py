@@ -151,6 +151,15 @@ def test_state_that_was_handed_out_stays():
         np.testing.assert_allclose(engine.state()["fc.weight"], other.state()["fc.weight"], rtol=1e-4, atol=1e-6)
 
 
+def test_a_tensor_does_not_follow_its_array():
+    framework = framework_of("jax")
+    for number in range(20):  # JAX copies in the background, so that one try can pass by chance
+        array = np.full((4096, 64), number, np.float32)
+        tensor = framework.tensor(array)
+        array[...] = -1
+        np.testing.assert_array_equal(tensor, number)
+
+
 def test_steps_leave_the_model_and_the_batch_alone():
     model = cnn()
     before = {name: value.const_value.numpy().copy() for name, value in model.graph.initializers.items()}

@@ -59,14 +59,14 @@ class JaxOnMesh(Jax):
         shape = array.shape if whole is None else (whole, *array.shape[1:])
         with self.active():
             shards = [
-                jax.device_put(array[_shifted(index, start)], device, may_alias=False)
+                jax.device_put(np.array(array[_shifted(index, start)]), device)
                 for device, index in sharding.addressable_devices_indices_map(shape).items()
             ]
             return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     def tensor(self, array: np.ndarray) -> jax.Array:
         with self.active(), jax.ensure_compile_time_eval():
-            return jnp.array(array)  # a constant of the traced function, on no particular device
+            return jnp.asarray(np.array(array))  # a constant of the traced function, on no particular device
 
     def array(self, tensor: Any) -> np.ndarray:
         if isinstance(tensor, jax.core.Tracer) or tensor.is_fully_addressable or tensor.is_fully_replicated:

@@ -78,7 +78,8 @@ class Jax(Framework):
 
     def tensor(self, array: np.ndarray) -> jax.Array:
         with self.active(), jax.ensure_compile_time_eval():  # an array is a constant, also during tracing
-            return jax.device_put(array, self._device, may_alias=False)
+            # JAX reads the array after `device_put` has returned, also with `may_alias=False` (0.10.2).
+            return jax.device_put(np.array(array), self._device)
 
     def array(self, tensor: jax.Array) -> np.ndarray:
         return concrete_array(tensor)
