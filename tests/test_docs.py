@@ -151,3 +151,18 @@ def test_every_clause_and_question_says_something():
         assert clause["force"] in ("must", "should", "may", "is")
     for question in SPECIFICATION["question"]:
         assert question.keys() == {"title", "text", "readings", "ours"} and all(question.values())
+
+
+def test_the_page_of_errors_quotes_messages_of_the_source():
+    constants = [
+        node.value
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    source = "\0".join(constants)
+    page = (ROOT / "docs" / "how-to" / "errors.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| (`+) ?(.+?) ?\1", page, re.MULTILINE)
+    pieces = [piece.strip(" `") for _, message in messages for piece in message.split("...")]
+    assert len(messages) > 10
+    assert not [piece for piece in pieces if piece not in source]
