@@ -23,8 +23,8 @@ VAGUE = {
     *("each", "one", "place", "way", "part", "kind"),
 }
 BANNED = re.compile(
-    r"unless given|\bso it is\b|\bwhoever\b|\bsomebody\b|\bof (one's|their) own\b|\bgoes on\b|(?<!here )\bis no (?!longer)"
-    r"|\bthat is there\b|\bas they are\b",
+    r"unless given|\bso it is\b|\bwhoever\b|\bsomebody\b|\bof (one's|their) own\b|\bgoes on\b"
+    r"|(?<!here )\bis no (?!longer)|\bthat is there\b|\bas they are\b",
     re.IGNORECASE,
 )
 BRITISH = re.compile(
