@@ -15,7 +15,7 @@ from onnx import numpy_helper, parser
 
 import onward
 from onward.agreement.steps import StepResult, compare_steps
-from onward.agreement.tolerance import Comparison, noise_in
+from onward.agreement.tolerance import Sides, noise_in
 from onward.engines import start
 from onward.engines.framework import framework_class
 from onward.errors import InvalidModelError, MismatchError, OutOfMemoryError, UnknownNameError, UnsupportedError
@@ -188,7 +188,7 @@ ONE, HALF = np.float32([1, 0.5]), np.float16([1, 0.5])
     ],
 )
 def test_what_agrees(found, expected, before, agrees):
-    compare = Comparison("that of another", "a hint")
+    compare = Sides("that of another", "a hint")
     with contextlib.nullcontext() if agrees else pytest.raises(MismatchError, match="`x` is off by"):
         compare({"x": found}, {"x": expected}, before=None if before is None else {"x": before})
 
@@ -196,7 +196,7 @@ def test_what_agrees(found, expected, before, agrees):
 def test_gradients_that_are_rounding_errors():
     noise = noise_in({"a": np.float32([1, 1e-5]), "b": np.float32([1e-6, 0])})
     assert {name: mask.tolist() for name, mask in noise.items()} == {"a": [False, False], "b": [True, True]}
-    Comparison("", "")({"b": np.ones(2)}, {"b": np.zeros(2)}, ignored=noise)
+    Sides("", "")({"b": np.ones(2)}, {"b": np.zeros(2)}, ignored=noise)
 
 
 _SWITCH = """<ir_version: 10, opset_import: ["" : 20]>

@@ -20,7 +20,7 @@ import onward
 from onward.checkpoint.embedded import FACT
 from onward.checkpoint.formats import ort
 from onward.checkpoint.ort.files import IDENTIFIER, data_file, read_ort, write_ort
-from onward.checkpoint.ort.flatbuffers import Number, Numbers, Writer
+from onward.checkpoint.ort.flatbuffers import Number, Vector, Writer
 from onward.engines import start
 from onward.recipe.spec import Spec
 
@@ -302,7 +302,7 @@ def test_small_files_that_would_be_large(tmp_path: Path) -> None:
     assert "`group2` occurs twice" in looked_at(path)
     for sizes in ((1 << 40, 1 << 40), (-1, -5), (6,)):
         scale = onward.open_checkpoint(RECORDED / "squares").tensors["scale"]
-        fields = {0: "t", 2: Numbers("q", sizes), 3: Number("i", 1), 4: scale}
+        fields = {0: "t", 2: Vector("q", sizes), 3: Number("i", 1), 4: scale}
         with open(path, "wb") as file:
             Writer({0: Number("i", 2), 1: {0: [fields]}}, IDENTIFIER).write_to(file)
         assert "a tensor" in looked_at(path)

@@ -28,7 +28,7 @@ from torch import nn  # noqa: E402
 from onward.engines.torch.types import CODES, from_array, to_array  # noqa: E402
 from onward.frameworks.torch import capture_module, from_torch, program, to_torch  # noqa: E402
 from onward.frameworks.torch.exact import MasterWeights, float32_copies  # noqa: E402
-from onward.frameworks.torch.optimizer import Clip, read_optimizer  # noqa: E402
+from onward.frameworks.torch.optimizer import ClipHook, read_optimizer  # noqa: E402
 from onward.importing.recipes import scaling_of  # noqa: E402
 from onward.run_state.state import ParameterGroup, RunState  # noqa: E402
 from onward.run_state.training_models import to_training_model  # noqa: E402
@@ -355,7 +355,7 @@ def masters(make: Callable[[dict[str, Any]], Any], clip: float | None = None) ->
         copies = float32_copies(parameters)
         found = MasterWeights(make(copies), parameters, copies)
         if clip is not None:
-            found.inner.register_step_pre_hook(Clip({"norm": clip, "variant": "torch"}))
+            found.inner.register_step_pre_hook(ClipHook({"norm": clip, "variant": "torch"}))
         return found
 
     return made

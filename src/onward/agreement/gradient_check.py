@@ -88,7 +88,7 @@ def check_gradients(
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckedModel:
+class Subject:
     """A model without training whose only output is y, and the values that y is differentiated by."""
 
     model: Model
@@ -98,7 +98,7 @@ class CheckedModel:
     """Inputs of the original model that y does not depend on."""
 
 
-def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> CheckedModel:
+def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) -> Subject:
     """Return the subgraph that computes y; of a training model, with the y and xs of a step."""
     model = check_signatures(load(source))
     if model.steps:
@@ -131,7 +131,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     before = {value.name or "" for value in model.inputs}
     keep_only(model, [target])
     spare = before - {value.name for value in model.inputs}
-    return CheckedModel(lower_gradients(Context(model)), target.name or "", names, frozenset(spare))
+    return Subject(lower_gradients(Context(model)), target.name or "", names, frozenset(spare))
 
 
 def _unknown(names: Sequence[str], available: Iterable[str]) -> ir.Value:
@@ -176,7 +176,7 @@ class CheckSettings:
     tolerance: float | None
 
 
-def function_of(subject: CheckedModel) -> SteppedFunction:
+def function_of(subject: Subject) -> SteppedFunction:
     inputs = [value.name or "" for value in subject.model.inputs if value.dtype in FLOATS]
     return SteppedFunction(in_float64(subject.model), subject.y, subject.xs, inputs)
 
@@ -206,9 +206,7 @@ def settle(function: SteppedFunction, candidates: Iterable[Arrays]) -> Arrays:
     return inputs
 
 
-def rows(
-    subject: CheckedModel, function: SteppedFunction, inputs: Arrays, settings: CheckSettings
-) -> Iterator[GradientRow]:
+def rows(subject: Subject, function: SteppedFunction, inputs: Arrays, settings: CheckSettings) -> Iterator[GradientRow]:
     """Yield a row for each x and each order."""
     rng = generator(settings.seed)
     yield from _rows(function, settings, rng, 1)
@@ -240,7 +238,7 @@ def cotangent(y: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _second_order(
-    subject: CheckedModel, function: SteppedFunction, inputs: Arrays, rng: np.random.Generator
+    subject: Subject, function: SteppedFunction, inputs: Arrays, rng: np.random.Generator
 ) -> SteppedFunction | None:
     """Return the derivative of y along a direction of all xs, as a function of xs; None if it is constant."""
     derivative = _along(subject.model, subject)
@@ -262,7 +260,7 @@ def _direction(x: str) -> str:
     return f"{x}/direction"
 
 
-def _along(model: Model, subject: CheckedModel) -> Model:
+def _along(model: Model, subject: Subject) -> Model:
     """Return a model of one scalar: the gradients of xs times directions, which are inputs."""
     model = vjp(model, subject.y, subject.xs)
     graph = model.graph
@@ -282,7 +280,7 @@ def _along(model: Model, subject: CheckedModel) -> Model:
 # ---- the operator to blame -------------------------------------------------------------------------------------------
 
 
-def culprit(subject: CheckedModel, wrong: Iterable[str], inputs: Arrays, settings: CheckSettings) -> Culprit | None:
+def culprit(subject: Subject, wrong: Iterable[str], inputs: Arrays, settings: CheckSettings) -> Culprit | None:
     """Return the first operator, going back from y to the wrong xs, whose own derivative is wrong."""
     by_name = {value.name: value for value in values(subject.model.graph)}
     sources = [by_name[x] for x in wrong]
@@ -318,7 +316,7 @@ def _blame(model: Model, node: ir.Node, xs: list[str], inputs: Arrays, settings:
         if output.dtype not in FLOATS or not output.name:
             continue
         with suppress(Error):
-            alone = CheckedModel(extract(model, list(inputs), [output.name]), output.name, xs)
+            alone = Subject(extract(model, list(inputs), [output.name]), output.name, xs)
             function = function_of(alone)
             settle(function, [inputs])
             wrong = [row for row in rows(alone, function, inputs, settings) if row.verdict == "wrong"]
@@ -328,7 +326,7 @@ def _blame(model: Model, node: ir.Node, xs: list[str], inputs: Arrays, settings:
             if node.op_identifier() in alone.model.functions:
                 body = inline(alone.model)
                 fill_in_types(body, values(body.graph))
-                checked_body = CheckedModel(body, alone.y, alone.xs)
+                checked_body = Subject(body, alone.y, alone.xs)
                 inner = culprit(checked_body, [row.x for row in wrong], inputs, settings)
             return inner or Culprit(node.name or "", node.op_type, output.name, wrong[0])
     return None

@@ -18,7 +18,7 @@ from onward.agreement.inputs import generator
 from onward.agreement.tolerance import (
     ROUNDINGS,
     Arrays,
-    Comparison,
+    Sides,
     Tolerance,
     distance,
     epsilon_of,
@@ -75,7 +75,7 @@ def compare_steps(
     groups = describe(model).steps[0].groups
     comparable = 1 if any(group.optimizer in _FOLLOW_SIGNS for group in groups) else None
     types = types_in(model)
-    compare = Comparison(f"that of {framework}", _INEXACT, Tolerance(epsilon=epsilon_in(types)), _describe)
+    compare = Sides(f"that of {framework}", _INEXACT, Tolerance(epsilon=epsilon_in(types)), _describe)
     options: dict[str, Any] = {"threads": 1}
     if engine is not None and ir.DataType.BFLOAT16 in types:
         options = {"engine": engine, **({"compile": False} if engine == "torch" else {})}  # slower than a few steps
@@ -110,7 +110,7 @@ def compare_steps(
 
 
 def _compare_gradients(
-    ours: Arrays, theirs: Arrays, compare: Comparison, model: Model, options: dict[str, Any], batch: Arrays
+    ours: Arrays, theirs: Arrays, compare: Sides, model: Model, options: dict[str, Any], batch: Arrays
 ) -> None:
     """Raise if gradients differ: small learning rates and adaptive optimizers hide that in the weights.
 
@@ -240,7 +240,7 @@ def compare_updates(
     - `start`: parameters and state of the optimizer that are compared
     """
     called = "an update of `{}` by " + optimizer.replace("{", "{{").replace("}", "}}")
-    compare = Comparison(reference, hint, Tolerance(_RELATIVE), called.format)
+    compare = Sides(reference, hint, Tolerance(_RELATIVE), called.format)
     before = dict(start)
     for trial in _trials({name: before[name] for name in parameters}, repeats):
         actual, expected = ours(before, trial), theirs(trial)

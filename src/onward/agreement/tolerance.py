@@ -47,7 +47,7 @@ class Tolerance:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Sides:
     """A comparison of tensors by name, with the words of its error."""
 
     reference: str

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, say, word
-from onward.cli.files import Target, refuse_to_overwrite, target, working
+from onward.cli.files import OutputFile, refuse_to_overwrite, target, working
 from onward.cli.options import floats_matching, option, options_from, recomputation, select_given
 from onward.options import StepOptions, WholeRunOptions
 
@@ -157,7 +157,7 @@ def prepare(
         _print_prepared(summary, destination)
 
 
-def _print_prepared(summary: Summary, output: Target) -> None:
+def _print_prepared(summary: Summary, output: OutputFile) -> None:
     from onward.inspect.formatting import amount, quantity, shape
     from onward.inspect.render import step_rows
 
@@ -271,7 +271,7 @@ def lower(
     with working(f"reading {model}", model):
         source = onward.load(str(model))
     parts = _parts(source, steps) if everything is not None else [part or default_part(source)]
-    places: dict[str, Target]
+    places: dict[str, OutputFile]
     if everything is None:
         places = {name: target(model, output, name, data=data, force=force) for name in parts}
     else:
@@ -304,7 +304,7 @@ def _parts(model: Model, steps: str | None) -> list[str]:
     return [name for name in PARTS if name not in missing]
 
 
-def _check_contract(output: Target, force: bool) -> None:
+def _check_contract(output: OutputFile, force: bool) -> None:
     """Refuse to overwrite a file with the .json file beside the model."""
     sidecar = output.path.with_suffix(".json")
     if sidecar == output.path:
@@ -313,7 +313,7 @@ def _check_contract(output: Target, force: bool) -> None:
         refuse_to_overwrite(sidecar)
 
 
-def _write(lowered: Model, output: Target) -> dict[str, Any]:
+def _write(lowered: Model, output: OutputFile) -> dict[str, Any]:
     from onward.inspect.formatting import quantity
     from onward.lowering.contract import contract_of
     from onward.model.storage import write_file

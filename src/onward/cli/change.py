@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from onward.cli import options
 from onward.cli.app import CHANGE, Misuse, command, parameters_of
 from onward.cli.console import print_json, print_rows, remark, word
-from onward.cli.files import Target, Where, target, working
+from onward.cli.files import OutputFile, Where, target, working
 from onward.cli.options import NUMBERS, argument, number, option, pairs
 from onward.errors import InvalidModelError, UnknownNameError, list_names
 
@@ -65,7 +65,7 @@ def set_(
     }
     if listed and (texts or shapes):
         raise Misuse("`--list` sets nothing", "leave it out, or the settings")
-    destination = Target(model, model) if output is None else target(model, output, "changed", force=force)
+    destination = OutputFile(model, model) if output is None else target(model, output, "changed", force=force)
     from onward.model import load
     from onward.transform import declare
 

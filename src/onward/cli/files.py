@@ -30,7 +30,7 @@ _OTHERS = {".pt", ".pth", ".keras", ".h5", ".hdf5", ".safetensors", ".npz", ".tf
 
 
 @dataclass
-class Target:
+class OutputFile:
     """An output file, checked before the work begins."""
 
     source: Path
@@ -76,7 +76,7 @@ def _size(file: Path) -> str:
     return size(info.st_size) + (f", {size(room)} on disk" if room < info.st_size // 2 else "")
 
 
-def target(source: Path, output: Path | None, ending: str, *, data: Where = "auto", force: bool = False) -> Target:
+def target(source: Path, output: Path | None, ending: str, *, data: Where = "auto", force: bool = False) -> OutputFile:
     """Return the output file: `output`, a file in it, or `model-ending.onnx` beside the source."""
     name = f"{source.name.removesuffix('.onnx')}-{ending}.onnx"
     path = source.parent / name if output is None else output / name if output.is_dir() else output
@@ -89,7 +89,7 @@ def target(source: Path, output: Path | None, ending: str, *, data: Where = "aut
         raise WriteError(f"cannot write `{path}`: no folder `{path.parent}`", hint=f"mkdir -p {path.parent}")
     if not os.access(path.parent, os.W_OK):
         raise WriteError(f"cannot write to the folder `{path.parent}`", hint="write elsewhere: `-o FILE`")
-    return Target(source, path, data)
+    return OutputFile(source, path, data)
 
 
 def refuse_to_overwrite(path: Path, source: Path | None = None) -> None:

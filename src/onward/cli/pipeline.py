@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, remark
-from onward.cli.files import Target, refuse_to_overwrite, target, working
+from onward.cli.files import OutputFile, refuse_to_overwrite, target, working
 from onward.cli.options import argument, option, options_from, pairs, select_given, source_of
 from onward.options import PageOptions
 
@@ -125,7 +125,7 @@ def _run(pipeline: Model, data: list[str] | None, mapping: dict[str, str] | None
         remark(f"wrote {output}: " + ", ".join(f"{name} {a.dtype} {list(a.shape)}" for name, a in arrays.items()))
 
 
-def _write(model: Model, output: Target, as_json: bool) -> None:
+def _write(model: Model, output: OutputFile, as_json: bool) -> None:
     if as_json:
         output.save(model)
         ports = {side: [value.name for value in getattr(model, side)] for side in ("inputs", "outputs")}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, say
-from onward.cli.files import Target, target
+from onward.cli.files import OutputFile, target
 from onward.cli.options import option, options_from, select_given, source_of
 from onward.options import TrainOptions, options_of
 
@@ -195,7 +195,7 @@ def _refuse(useless: Iterable[str], option: str, hint: str) -> None:
         raise Misuse(f"{flag} has no effect with {option}", hint)
 
 
-def _destination(model: Path, output: Path, force: bool, continues: bool) -> Target:
+def _destination(model: Path, output: Path, force: bool, continues: bool) -> OutputFile:
     """Return the output file, with the model's storage of tensors, not the checkpoint's."""
     from onward.model.storage import data_files_of
 
@@ -220,7 +220,7 @@ def _resume(run: Path, asked: dict[str, Any], output: Path | None, force: bool, 
     _finish(resume(folder, **asked, quiet=quiet), destination, as_json)
 
 
-def _finish(run: Run, destination: Target | None, as_json: bool) -> None:
+def _finish(run: Run, destination: OutputFile | None, as_json: bool) -> None:
     """Write the best model and print the result, in the first process."""
     from onward.engines.distributed import current_group
 

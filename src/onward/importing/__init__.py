@@ -85,7 +85,7 @@ def from_checkpoint(
 
 def plan_import(
     path: str | os.PathLike[str] | Checkpoint, like: Model | str | os.PathLike[str] | None = None, **options: Any
-) -> Plan:
+) -> ImportPlan:
     """Return the plan of `from_checkpoint`, without executing it."""
     arguments = _Arguments(path, like, **options)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
@@ -153,7 +153,7 @@ class TrainingModelWriter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ImportPlan:
     """Plan of an import."""
 
     checkpoint: Checkpoint
@@ -172,7 +172,7 @@ class Plan:
     """Compares the graph and these weights with the module that it was captured from."""
 
 
-def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) -> Plan:
+def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) -> ImportPlan:
     """Return the plan of an import, without executing it."""
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     source = captured.model
@@ -225,10 +225,10 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
     checkpoint = dataclasses.replace(checkpoint, step=step)
     notes |= frozen | dict(scheduled.notes) | dict.fromkeys([*remarks, *checkpoint.remarks], True)
     assumptions = tuple(note for note, is_assumed in notes.items() if is_assumed)
-    return Plan(checkpoint, matched, run, slots, weights, tuple(notes), assumptions, captured.probe)
+    return ImportPlan(checkpoint, matched, run, slots, weights, tuple(notes), assumptions, captured.probe)
 
 
-def apply_plan(plan: Plan) -> Model:
+def apply_plan(plan: ImportPlan) -> Model:
     """Return the training model of a plan."""
     for name, tensor in plan.weights.items():
         value = plan.run.model.graph.initializers[name]
@@ -276,7 +276,7 @@ def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[ParameterGroup]) -> 
 _MOST = 6
 
 
-def plan_lines(plan: Plan) -> list[tuple[str, str]]:
+def plan_lines(plan: ImportPlan) -> list[tuple[str, str]]:
     """Return a plan as labels and texts."""
     checkpoint, matched, run = plan.checkpoint, plan.match, plan.run
     rows = [
@@ -297,7 +297,7 @@ def plan_lines(plan: Plan) -> list[tuple[str, str]]:
     return [(label, text) for label, text in rows if text]
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: ImportPlan) -> dict[str, Any]:
     """Return a plan as JSON."""
     matched, run = plan.match, plan.run
     return {
@@ -325,7 +325,7 @@ def _loss_text(loss: Any) -> str:
     return " + ".join(map(_loss_text, loss)) if isinstance(loss, list | tuple) else str(loss)
 
 
-def _kept_lines(plan: Plan) -> list[str]:
+def _kept_lines(plan: ImportPlan) -> list[str]:
     """Return the parts of a checkpoint that a training model stores without use."""
     checkpoint = plan.checkpoint
     parts = {

@@ -28,7 +28,7 @@ _STYLES = {"random numbers": "schedule", "gradients": "update", "average": "upda
 
 
 @dataclasses.dataclass
-class Block:
+class Box:
     """Box with a title, rows below it, and notes that appear on hover. Texts are unescaped."""
 
     style: str
@@ -43,7 +43,7 @@ class Picture:
     """Blocks and the edges between them, of an inference graph or of one step of its training."""
 
     def __init__(self, model: Model, summary: Summary, index: int | None):
-        self.blocks: list[Block] = []
+        self.blocks: list[Box] = []
         self.edges: dict[tuple[int, int], list[str]] = {}
         self._weights = {weight.name: weight for weight in summary.weights}
         self._made_by: dict[ir.Value, int] = {}
@@ -56,7 +56,7 @@ class Picture:
         self._connect()
         self._add_outputs("output", model.outputs)
 
-    def _add(self, block: Block, nodes: Sequence[ir.Node] = ()) -> int:
+    def _add(self, block: Box, nodes: Sequence[ir.Node] = ()) -> int:
         self.blocks.append(block)
         index = len(self.blocks) - 1
         self._nodes[index] = nodes
@@ -88,7 +88,7 @@ class Picture:
                 for role in dict.fromkeys(weight.role for weight in shown):
                     of = Amount.of(weight for weight in shown if weight.role == role)
                     rows.append((role, f"{quantity(of.tensors, 'tensor')}, {of.numbers:,} numbers"))
-            self._add(Block(style, title, rows, notes), run)
+            self._add(Box(style, title, rows, notes), run)
 
     def _add_step(self, model: Model, training: Training, index: int) -> None:
         step, algorithm = model.step(index), Algorithm(model, training, index)
@@ -150,9 +150,9 @@ def _is_constant(node: ir.Node) -> bool:
 # ---- text of blocks --------------------------------------------------------------------------------------------------
 
 
-def _port_block(style: str, value: ir.Value) -> Block:
+def _port_block(style: str, value: ir.Value) -> Box:
     of = port(value)
-    return Block(style, of.name, [("", f"{of.type} {shape(of.shape)}")], [_type_of(value)])
+    return Box(style, of.name, [("", f"{of.type} {shape(of.shape)}")], [_type_of(value)])
 
 
 def _type_of(value: ir.Value) -> str:
@@ -173,7 +173,7 @@ def _shorten(rows: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return rows if len(rows) <= _MOST_ROWS else [*rows[:_MOST_ROWS], ("", f"and {len(rows) - _MOST_ROWS} more")]
 
 
-def _purpose_block(purpose: str, group: int, training: Training, nodes: Sequence[ir.Node]) -> Block:
+def _purpose_block(purpose: str, group: int, training: Training, nodes: Sequence[ir.Node]) -> Box:
     """Return the block of all nodes of a step with one purpose."""
     title, rows, notes = purpose, [], []
     if purpose == "optimizer":
@@ -195,12 +195,10 @@ def _purpose_block(purpose: str, group: int, training: Training, nodes: Sequence
         rows = [f"sum of {setting(sums.batches)} batches"] if sums is not None else []
         rows += [f"loss scale {setting(scale.scale)}"] if scale is not None else []
         rows += [f"{clip.kind} at most {setting(clip.limit)}"] if clip is not None else []
-    return Block(
-        _STYLES.get(purpose, purpose), title, _shorten([("", row) for row in rows]), notes + _node_notes(nodes)
-    )
+    return Box(_STYLES.get(purpose, purpose), title, _shorten([("", row) for row in rows]), notes + _node_notes(nodes))
 
 
-def _state_block(new_states: Sequence[State]) -> Block:
+def _state_block(new_states: Sequence[State]) -> Box:
     names_by_word: dict[str, list[str]] = {}
     for state in new_states:
         word = "parameter" if state.role == "parameter" else state.slot or state.role.replace("_", " ")
@@ -209,7 +207,7 @@ def _state_block(new_states: Sequence[State]) -> Block:
         ("trained" if word == "parameter" else "", names[0] if len(names) == 1 else f"{word} ×{len(names):,}")
         for word, names in names_by_word.items()
     ]
-    return Block("state", "new state", rows, [f"{state.role} {state.name}" for state in new_states])
+    return Box("state", "new state", rows, [f"{state.role} {state.name}" for state in new_states])
 
 
 # ---- folding ---------------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from onward.inspect.summary import (
     Clip,
     File,
     GroupSummary,
-    Loss,
     LossScale,
-    Progress,
+    LossTerms,
+    ProgressSummary,
     Quantization,
     QuantizedWeights,
     ScheduleSection,
@@ -135,7 +135,7 @@ def describe_step(model: Model, index: int, weights: Iterable[Weight]) -> Traini
         accumulation=None if run.accumulate is None else Accumulation(run.accumulate, run.waiting),
         average=None if run.average_decay is None else Average(run.average_decay, run.average_updates),
         loss_scale=LossScale(run.scaler["scale"], run.scaler["dynamic"], scaler) if run.scaler else None,
-        progress=Progress(run.progress["step"], last_update(run.schedule), recorded),
+        progress=ProgressSummary(run.progress["step"], last_update(run.schedule), recorded),
         state=_state_amounts(model, index),
         hyperparameters=plain(hyperparameters(model, index)),
         nodes=sum(1 for _ in step.algorithm.all_nodes()),
@@ -143,10 +143,10 @@ def describe_step(model: Model, index: int, weights: Iterable[Weight]) -> Traini
     )
 
 
-def _loss(model: Model, step: Step, terms: Sequence[LossTerm]) -> Loss:
+def _loss(model: Model, step: Step, terms: Sequence[LossTerm]) -> LossTerms:
     targets = differentiated_values(model, step)
     producers = [computing_node(value) for value in targets.values()]
-    return Loss(
+    return LossTerms(
         differentiated=tuple(targets),
         operators=tuple(operator_name(producer[0]) if producer else "" for producer in producers),
         outputs=tuple(dict.fromkeys(t.output for t in terms)) or _outputs_below(model, targets.values()),

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 from rich.cells import cell_len
 
-from onward.inspect.blocks import Block, Picture
+from onward.inspect.blocks import Box, Picture
 from onward.inspect.description import describe
 from onward.inspect.formatting import clean, shorten
 from onward.model import Source, load
@@ -108,7 +108,7 @@ def write_svg(picture: Picture, name: str) -> str:
     return "\n".join(elements)
 
 
-def _size(block: Block) -> Point:
+def _size(block: Box) -> Point:
     """Return width and height: a generous estimate, as fonts differ."""
     margin = _MARK if _has_marks(block) else 0.0
     widths = [cell_len(shorten(block.title, _MOST_TITLE)) * _TITLE_LETTER]
@@ -116,7 +116,7 @@ def _size(block: Block) -> Point:
     return max(widths) + 2 * _PADDING, _BASE + _ROW_HEIGHT * len(block.rows) + 10
 
 
-def _has_marks(block: Block) -> bool:
+def _has_marks(block: Box) -> bool:
     return any(mark for mark, _ in block.rows)
 
 
@@ -139,7 +139,7 @@ def _legend(picture: Picture, width: float) -> tuple[list[str], float, float]:
     return items, widest, y + 18
 
 
-def _block(block: Block, center: Point) -> str:
+def _block(block: Box, center: Point) -> str:
     width, height = _size(block)
     corner = height / 2 if block.style in ("input", "output", "metric") else 5.0
     left, style = (_PADDING + _MARK, "row") if _has_marks(block) else (width / 2, "row middle")

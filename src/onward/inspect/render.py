@@ -26,9 +26,9 @@ from onward.inspect.formatting import (
 from onward.inspect.summary import (
     Amount,
     GroupSummary,
-    Loss,
+    LossTerms,
     Port,
-    Progress,
+    ProgressSummary,
     Quantization,
     Role,
     Summary,
@@ -292,7 +292,7 @@ def _name_settings(name: str, values: Mapping[str, Any]) -> list[str]:
     return [f"{shorten(name)}: {first}" if first else shorten(name), *others]
 
 
-def _loss(loss: Loss) -> str:
+def _loss(loss: LossTerms) -> str:
     differentiated = f"differentiated: {list_names(loss.differentiated, 4)}" if loss.differentiated else "no Gradient"
     terms = [_term(term) for term in loss.terms[:_MOST_TERMS]]
     if len(loss.terms) > _MOST_TERMS:
@@ -353,7 +353,7 @@ def _around_optimizer(step: Training) -> Iterator[Row]:
         yield "loss scale", [setting(step.loss_scale.scale), *_name_settings(mode, step.loss_scale.settings)]
 
 
-def _progress(progress: Progress) -> str:
+def _progress(progress: ProgressSummary) -> str:
     if progress.step is None:
         return "step unknown"
     if not progress.steps:

@@ -98,7 +98,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LossTerms:
     differentiated: tuple[str, ...]
     """The values that Gradient operators differentiate: their `y`."""
     operators: tuple[str, ...]
@@ -167,7 +167,7 @@ class LossScale:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ProgressSummary:
     step: int | None
     """Updates made so far; None without a counter."""
     steps: int | None
@@ -191,7 +191,7 @@ class Training:
     inputs: tuple[Port, ...]
     """Inputs of training that the model does not have."""
     metrics: tuple[Port, ...]
-    loss: Loss
+    loss: LossTerms
     groups: tuple[GroupSummary, ...]
     trained: Amount
     schedule: tuple[ScheduleSection, ...]
@@ -199,7 +199,7 @@ class Training:
     accumulation: Accumulation | None
     average: Average | None
     loss_scale: LossScale | None
-    progress: Progress
+    progress: ProgressSummary
     state: tuple[StateAmount, ...]
     hyperparameters: dict[str, Setting]
     """Every number that can be edited in the file, by the name of its initializer."""

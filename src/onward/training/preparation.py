@@ -31,7 +31,7 @@ from onward.transform.declare import USUAL_BATCH, fixed_batch, rebatch
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A training model with its batch size, notes, data and preprocessing."""
 
     model: Model
@@ -51,7 +51,7 @@ def prepare_training(
     recipe: Mapping[str, Any],
     seed: int,
     window: int | None = None,
-) -> Prepared:
+) -> PreparedRun:
     """Return the training model of a model, a recipe and data; preprocessing depends on the data.
 
     Initial values of the recipe are applied.
@@ -63,7 +63,7 @@ def prepare_training(
                 hint="leave it out, or strip the model first (`onward strip`, `onward.transform.strip`)",
             )
         notes = [note for step in original.steps for note in notes_on_moves(step)]
-        return Prepared(original, batch_size or fixed_batch(original) or USUAL_BATCH, notes)
+        return PreparedRun(original, batch_size or fixed_batch(original) or USUAL_BATCH, notes)
     if recipe.get("loss") is None and recipe.get("teacher") is None:
         raise RecipeError(
             "missing `loss`: the model is not a training model",
@@ -76,12 +76,12 @@ def prepare_training(
     notes = [*notes, *exporter_remarks(training, verdicts(training)), *notes_on_moves(training.step())]
     initialize = start_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
-        return Prepared(initialize(training), size, notes, preprocess=preprocess)
+        return PreparedRun(initialize(training), size, notes, preprocess=preprocess)
     inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}
     by_input = pipelines(model, preprocess)
     images = {name: pipeline for name, pipeline in by_input.items() if not pipeline.is_text}
     if not images:
-        return Prepared(initialize(training), size, notes, opened, preprocess)
+        return PreparedRun(initialize(training), size, notes, opened, preprocess)
     singles = {name: p for name, p in images.items() if p.raw is None or p.raw.dtype is ir.DataType.FLOAT}
     source = open_data(data, images=format_for(inputs, singles), window=window)
     check_masks(images, model, inputs, source.columns, columns)
@@ -90,7 +90,7 @@ def prepare_training(
     preprocess = {name: pipeline.all_specs for name, pipeline in resolved.items()} | text_specs
     for_raw_data = {name: as_bytes(pipeline).all_specs for name, pipeline in resolved.items()} | text_specs
     training = prepare(model, **{**recipe, "preprocess": preprocess})
-    return Prepared(initialize(training), size, notes, source, for_raw_data)
+    return PreparedRun(initialize(training), size, notes, source, for_raw_data)
 
 
 def with_head_of(recipe: Mapping[str, Any], original: Model, seed: int) -> Model:

@@ -94,7 +94,7 @@ def open_either(source: Model | Checkpoint | str | os.PathLike[str]) -> Model | 
     return load(source) if os.fspath(source).endswith(".onnx") else open_checkpoint(source)
 
 
-class Code(NamedTuple):
+class CodeReference(NamedTuple):
     """Class or function that a checkpoint names."""
 
     file: str
@@ -103,10 +103,10 @@ class Code(NamedTuple):
     """Abbreviated arguments; empty if it is only named."""
 
 
-def list_code(path: Path) -> tuple[tuple[Code, ...], Error | None]:
+def list_code(path: Path) -> tuple[tuple[CodeReference, ...], Error | None]:
     """Return the code that a trusting loader would import or call, and an error if reading failed.
 
-    Nothing is imported or called. Code that is named before the error is listed.
+    Nothing is imported or called. CodeReference that is named before the error is listed.
     """
     if (format := format_of(path)) is None:
         raise UnsupportedError(f"`{path}` is not a checkpoint", hint="ONNX models name no code")
@@ -118,12 +118,12 @@ def list_code(path: Path) -> tuple[tuple[Code, ...], Error | None]:
             names, failure = (), error
     code = _code(named, path)
     listed = {entry.name for entry in code}
-    return (*code, *(Code(path.name, name, "") for name in names if name not in listed)), failure
+    return (*code, *(CodeReference(path.name, name, "") for name in names if name not in listed)), failure
 
 
-def _code(named: Named, path: Path) -> tuple[Code, ...]:
+def _code(named: Named, path: Path) -> tuple[CodeReference, ...]:
     entries = {
-        Code(os.path.relpath(file, path) if path.is_dir() else path.name, str(name), call)
+        CodeReference(os.path.relpath(file, path) if path.is_dir() else path.name, str(name), call)
         for (file, name), call in named.items()
         if not is_harmless(name)
     }

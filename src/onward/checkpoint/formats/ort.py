@@ -15,7 +15,7 @@ from onward.checkpoint.ort.graphs import (
     EVALUATION,
     OPTIMIZER,
     TRAINING,
-    Rule,
+    OrtRule,
     artifact,
     model_of,
     optimizer_of,
@@ -85,7 +85,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def _optimizers(
-    tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: Rule | None
+    tree: Mapping[str, Any], trained: Mapping[str, Tensor], rule: OrtRule | None
 ) -> tuple[OptimizerState, ...]:
     groups, slots = [], {}
     stored = tree["optimizer_groups"]
@@ -104,7 +104,7 @@ def _optimizers(
     return (OptimizerState((rule.family,) if rule else (), tuple(groups), slots),) if groups else ()
 
 
-def _slots(name: str, momentums: Mapping[str, Tensor], parameter: Tensor, rule: Rule | None) -> dict[str, Tensor]:
+def _slots(name: str, momentums: Mapping[str, Tensor], parameter: Tensor, rule: OrtRule | None) -> dict[str, Tensor]:
     for key, tensor in momentums.items():
         if (tensor.dtype, tensor.shape) != (parameter.dtype, parameter.shape):
             raise InvalidModelError(f"`{key}` of `{name}` differs in dtype or shape from the parameter")

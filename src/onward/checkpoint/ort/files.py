@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.checkpoint.ort.flatbuffers import Buffer, Fields, Number, Numbers, Table, Writer
+from onward.checkpoint.ort.flatbuffers import Buffer, Fields, FlatTable, Number, Vector, Writer
 from onward.errors import UnsupportedError
 from onward.model.storage.files import blame_file, listing, regular
 from onward.run_state.tensors import StoredTensor, Tensor, contiguous_strides
@@ -73,7 +73,7 @@ class _Reader:
         self._refuse_overlaps()
         return tree
 
-    def _module(self, table: Table) -> dict[str, Any]:
+    def _module(self, table: FlatTable) -> dict[str, Any]:
         nominal = bool(table.number(2, "?", False))
         return {
             "requires_grad_params": self._tensors(table.tables(0), nominal),
@@ -81,7 +81,7 @@ class _Reader:
             "is_nominal_state": nominal,
         }
 
-    def _group(self, table: Table) -> dict[str, Any]:
+    def _group(self, table: FlatTable) -> dict[str, Any]:
         states = ((state.text(0), self._tensors(state.tables(1))) for state in table.tables(3))
         return {
             "step": table.number(1, "q", 0),
@@ -89,10 +89,10 @@ class _Reader:
             "optimizer_states": _by_name(states),
         }
 
-    def _tensors(self, tables: Iterable[Table], nominal: bool = False) -> dict[str, StoredTensor]:
+    def _tensors(self, tables: Iterable[FlatTable], nominal: bool = False) -> dict[str, StoredTensor]:
         return _by_name((table.text(0), self._tensor(table, nominal)) for table in tables)
 
-    def _tensor(self, table: Table, nominal: bool) -> StoredTensor:
+    def _tensor(self, table: FlatTable, nominal: bool) -> StoredTensor:
         dtype, shape = _type(table.number(3, "i", 0)), table.numbers(2, "q")
         if any(size < 0 for size in shape):
             raise ValueError(f"a tensor has the shape {list(shape)}")
@@ -138,7 +138,7 @@ _PROPERTIES: tuple[tuple[type, str], ...] = ((int, "q"), (float, "f"), (str, "")
 """Types of properties in the order of their fields, and the formats of numbers."""
 
 
-def _properties(properties: Table) -> dict[str, int | float | str]:
+def _properties(properties: FlatTable) -> dict[str, int | float | str]:
     return _by_name(
         (entry.text(0), entry.number(1, format, value_type()) if format else entry.text(1))
         for field, (value_type, format) in enumerate(_PROPERTIES)
@@ -200,7 +200,7 @@ class _Fields:
         return {0: name, 1: Number("q", group["step"]), 2: Number("f", group["initial_learning_rate"]), 3: states}
 
     def _tensor(self, name: str, tensor: Tensor) -> Fields:
-        fields = {0: name, 2: Numbers("q", tensor.shape), 3: Number("i", int(_data_type(tensor.dtype)))}
+        fields = {0: name, 2: Vector("q", tensor.shape), 3: Number("i", int(_data_type(tensor.dtype)))}
         if self._beside is None:
             return {**fields, 4: tensor}
         begin = self._end + -self._end % _ALIGNMENT

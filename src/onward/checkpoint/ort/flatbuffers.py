@@ -25,8 +25,8 @@ class Buffer:
         self.size = len(data)
         self._left = self.size
 
-    def root(self) -> Table:
-        return Table(self, self.follow(0))
+    def root(self) -> FlatTable:
+        return FlatTable(self, self.follow(0))
 
     def number(self, format: str, at: int) -> Any:
         self._reach(at, struct.calcsize(format))
@@ -55,7 +55,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Table:
+class FlatTable:
     """Table of a buffer. Fields are numbered; a missing one has its default."""
 
     buffer: Buffer
@@ -71,15 +71,15 @@ class Table:
             return ""
         return self.buffer.take(*self.buffer.vector(self.buffer.follow(at), 1)).decode("utf-8")
 
-    def table(self, field: int) -> Table | None:
+    def table(self, field: int) -> FlatTable | None:
         at = self._position(field)
-        return None if at is None else Table(self.buffer, self.buffer.follow(at))
+        return None if at is None else FlatTable(self.buffer, self.buffer.follow(at))
 
-    def tables(self, field: int) -> Iterator[Table]:
+    def tables(self, field: int) -> Iterator[FlatTable]:
         begin, length = self.vector(field, 4) or (0, 0)
         self.buffer.take(begin, 4 * length)
         for at in range(begin, begin + 4 * length, 4):
-            yield Table(self.buffer, self.buffer.follow(at))
+            yield FlatTable(self.buffer, self.buffer.follow(at))
 
     def numbers(self, field: int, format: str) -> tuple[Any, ...]:
         begin, length = self.vector(field, struct.calcsize(format)) or (0, 0)
@@ -113,7 +113,7 @@ class Number:
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
+class Vector:
     format: str
     values: tuple[Any, ...]
 
@@ -183,7 +183,7 @@ class Writer:
         if isinstance(value, str):
             content = value.encode()
             return self._vector(len(content), 4, content + b"\x00")
-        if isinstance(value, Numbers):
+        if isinstance(value, Vector):
             size, content = len(value.values), struct.pack(f"<{len(value.values)}{value.format}", *value.values)
             return self._vector(size, struct.calcsize(value.format), content)
         begin = self._vector(len(value), 4, bytes(4 * len(value)))

@@ -40,7 +40,7 @@ def artifact(checkpoint: Path, suffix: str) -> Path | None:
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-class Rule(NamedTuple):
+class OrtRule(NamedTuple):
     """Optimizer of an optimizer graph."""
 
     family: str
@@ -52,10 +52,10 @@ class Rule(NamedTuple):
     """Names in a recipe of `momentum0` and so on."""
 
 
-def optimizer_of(path: Path) -> Rule | None:
+def optimizer_of(path: Path) -> OrtRule | None:
     """Return the optimizer of a graph; None if it is unknown."""
     clip: Mapping[str, Any] | None = None
-    rule: Rule | None = None
+    rule: OrtRule | None = None
     for node in load(path).graph:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}
         if (node.domain, node.op_type) == (_DOMAIN, "InplaceClipGradNorm"):
@@ -67,7 +67,7 @@ def optimizer_of(path: Path) -> Rule | None:
     return rule and rule._replace(clip=clip)
 
 
-def _adamw(attributes: Mapping[str, Any]) -> Rule:
+def _adamw(attributes: Mapping[str, Any]) -> OrtRule:
     defaults = {"alpha": 0.9, "beta": 0.999, "epsilon": 1e-8, "weight_decay": 1e-2, "adam_mode": 0, "correct_bias": 1}
     settings = {**defaults, **attributes}
     numbers = {"beta1": settings["alpha"], "beta2": settings["beta"], "eps": settings["epsilon"]}
@@ -76,11 +76,11 @@ def _adamw(attributes: Mapping[str, Any]) -> Rule:
     if decay or not settings["adam_mode"]:
         variant = "transformers" if settings["adam_mode"] else "torch"
         spec = Spec("adamw", {**numbers, "weight_decay": decay, "variant": variant})
-    return Rule("adamw", settings, spec if settings["correct_bias"] else None, None, ("exp_avg", "exp_avg_sq"))
+    return OrtRule("adamw", settings, spec if settings["correct_bias"] else None, None, ("exp_avg", "exp_avg_sq"))
 
 
-def _sgd(attributes: Mapping[str, Any]) -> Rule:
-    return Rule("sgd", attributes, Spec("sgd", {"variant": "torch"}), None, ())  # it does not use its momentum
+def _sgd(attributes: Mapping[str, Any]) -> OrtRule:
+    return OrtRule("sgd", attributes, Spec("sgd", {"variant": "torch"}), None, ())  # it does not use its momentum
 
 
 _OPTIMIZERS = {(_DOMAIN, "AdamWOptimizer"): _adamw, (_DOMAIN, "SGDOptimizerV2"): _sgd}

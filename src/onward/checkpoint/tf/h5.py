@@ -120,7 +120,7 @@ _VARS = "vars"
 
 
 @dataclasses.dataclass(frozen=True)
-class Variable:
+class H5Variable:
     name: str
     group: str
     key: str
@@ -130,7 +130,7 @@ class Variable:
     """True if its order, and whether it is trained, is known."""
 
 
-def variables_of(groups: Groups, config: Mapping[str, Any] | None) -> list[Variable]:
+def variables_of(groups: Groups, config: Mapping[str, Any] | None) -> list[H5Variable]:
     """Return the variables of a model in order. The file names its layers by default."""
     names = _Names(groups)
     if config is None:
@@ -155,7 +155,7 @@ class _Names:
                 self._filled.add(path)
                 path = path.rpartition("/")[0]
 
-    def model(self, path: str, spec: Mapping[str, Any], names: list[str], trains: bool) -> Iterator[Variable]:
+    def model(self, path: str, spec: Mapping[str, Any], names: list[str], trains: bool) -> Iterator[H5Variable]:
         """Return the variables of a model. Functional models have names without their own."""
         config = mapping(spec.get("config"))
         trains = trains and config.get("trainable") is not False
@@ -189,7 +189,7 @@ class _Names:
 
     def _layer(
         self, group: str, spec: Mapping[str, Any], names: list[str], trains: bool, is_sure: bool
-    ) -> Iterator[Variable]:
+    ) -> Iterator[H5Variable]:
         config, class_name = mapping(spec.get("config")), str(spec.get("class_name", ""))
         if f"{group}/layers" in self._groups:
             yield from self.model(group, spec, names, trains)
@@ -212,7 +212,7 @@ class _Names:
 
     def _own(
         self, group: str, class_name: str, config: Mapping[str, Any], names: list[str], trains: bool, is_sure: bool
-    ) -> Iterator[Variable]:
+    ) -> Iterator[H5Variable]:
         arrays = self._groups.get(f"{group}/{_VARS}", {}).get("arrays", {})
         trained = [name for name in TRAINED.get(class_name, ()) if config.get(_SWITCHES.get(name, "")) is not False]
         own = [*trained, *_OTHERS.get(class_name, ())]
@@ -220,9 +220,11 @@ class _Names:
         for at, key in enumerate(sorted(filter(str.isdecimal, arrays), key=int)):
             name = own[at] if is_known else key
             learns = trains and (not is_known or at < len(trained))
-            yield Variable("/".join([*names, name]), f"{group}/{_VARS}".lstrip("/"), key, arrays[key], learns, is_sure)
+            yield H5Variable(
+                "/".join([*names, name]), f"{group}/{_VARS}".lstrip("/"), key, arrays[key], learns, is_sure
+            )
 
-    def _others(self, path: str, names: list[str], trains: bool) -> Iterator[Variable]:
+    def _others(self, path: str, names: list[str], trains: bool) -> Iterator[H5Variable]:
         """Return the variables of a subclassed model: its layers are attributes, without order."""
         yield from self._own(path, "", {}, names, trains, False)
         for child in self._children.get(path, ()):

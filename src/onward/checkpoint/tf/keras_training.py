@@ -10,7 +10,7 @@ import numpy as np
 
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.contents import mapping
-from onward.checkpoint.tf.h5 import Groups, Variable, variables_of
+from onward.checkpoint.tf.h5 import Groups, H5Variable, variables_of
 from onward.checkpoint.tf.object_graph import SHARED
 from onward.errors import InvalidModelError, UnsupportedError
 from onward.recipe.spec import Spec
@@ -187,7 +187,7 @@ class KerasTraining:
         if self._are_sure(trained):
             self._parameters = [variable.name for variable in trained]
 
-    def _are_sure(self, trained: Sequence[Variable]) -> bool:
+    def _are_sure(self, trained: Sequence[H5Variable]) -> bool:
         """True if the trainable variables are the optimizer's parameters, in order."""
         if not all(variable.is_sure for variable in self.variables):
             return False

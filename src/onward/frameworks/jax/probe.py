@@ -13,7 +13,7 @@ import optax
 
 from onward import engines
 from onward.agreement.steps import StepResult, Trial, compare_steps, compare_updates
-from onward.agreement.tolerance import Arrays, Comparison
+from onward.agreement.tolerance import Arrays, Sides
 from onward.build import Builder
 from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import initializer, model_of
@@ -132,5 +132,5 @@ def compare_outputs(model: Model, captured: Any) -> None:
     feeds = {value.name or "": np.asarray(leaf, value.dtype.numpy()) for value, leaf in fed if value.dtype}
     expected = jax.tree.leaves(captured.function(captured.params, captured.batch))
     names = [value.name or "" for value in model.outputs]
-    compare = Comparison("what JAX computes", "the conversion is not exact: please report the function")
+    compare = Sides("what JAX computes", "the conversion is not exact: please report the function")
     compare(dict(zip(names, evaluate(model.copy(), feeds), strict=True)), dict(zip(names, expected, strict=True)))

@@ -10,7 +10,7 @@ import keras
 from onward.arguments import checked
 from onward.errors import UnsupportedError, first_line
 from onward.frameworks.keras.layer_graph import REGULARIZATION, LayerGraph, functional_of
-from onward.frameworks.keras.loss import Term, read_loss
+from onward.frameworks.keras.loss import Summand, read_loss
 from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
 from onward.frameworks.keras.probe import try_steps
 from onward.frameworks.keras.schedule import read_schedule
@@ -46,7 +46,7 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
     ]
     problems = [*graph.problems, *(f"it has a `{name}` of its own" for name in methods), *_types(model)]
     problems += [] if approx else _sparse(model)
-    terms: list[Term] = _gather(problems, lambda: read_loss(model, graph.outputs), [])
+    terms: list[Summand] = _gather(problems, lambda: read_loss(model, graph.outputs), [])
     rate = _gather(problems, lambda: read_schedule(model.optimizer), Rate(0.0))
     recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
     _gather(problems, lambda: row_of(model.optimizer), None)

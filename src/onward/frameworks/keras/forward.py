@@ -19,7 +19,7 @@ from onward.frameworks.keras.loss import make_loss
 from onward.frameworks.keras.optimizer import array_of, make_optimizer, state_of
 from onward.frameworks.keras.step_graphs import (
     Executable,
-    Loss,
+    LossGraph,
     StepGraphs,
     no_gradient_inside,
     share_of_replica,
@@ -42,7 +42,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         super().__init__(name=_identifier(model.graph.name or "model"))
         graphs = StepGraphs(model)
         self._forward = {False: graphs.inference(), True: graphs.training()}
-        self._loss_graph: Loss | None = graphs.loss()
+        self._loss_graph: LossGraph | None = graphs.loss()
         self.input_names = [value.name or "" for value in model.inputs]
         self._integers = {v.name: v.dtype.numpy().name for v in model.inputs if v.dtype and v.dtype.is_integer()}
         trained = {state.name for state in states(model) if state.role == "parameter"}
@@ -80,7 +80,7 @@ class TrainingModel(keras.Model):  # type: ignore[misc]
         watched = dict(zip(loss.watched, self._watched, strict=True))
         return share_of_replica(loss.graph({**self._tensors(), **targets, **watched})[loss.name])
 
-    def _named_targets(self, loss: Loss, targets: Iterable[Any]) -> dict[str, Any]:
+    def _named_targets(self, loss: LossGraph, targets: Iterable[Any]) -> dict[str, Any]:
         names, arrays = [value.name or "" for value in loss.targets], list(targets)
         if len(names) != len(arrays):
             raise DataError(

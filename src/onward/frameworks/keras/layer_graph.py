@@ -13,7 +13,12 @@ import onnx_ir as ir
 from onward.build import Builder, Expr, Names
 from onward.errors import first_line
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
-from onward.frameworks.keras.layers import Call, Tensor, accepted_arguments, activations, core, find, recurrent, spatial  # noqa: F401 (rows)
+from onward.frameworks.keras.layers import (
+    Call,
+    LayerTensor,
+    accepted_arguments,
+    find,
+)
 from onward.frameworks.keras.optimizer import array_of
 from onward.model import Model
 from onward.recipe.step_builder import take_apart
@@ -55,20 +60,20 @@ class LayerGraph:
     def is_used(self, variable: Any) -> bool:
         return id(variable) in self._weights
 
-    def _input(self, tensor: Any) -> Tensor:
+    def _input(self, tensor: Any) -> LayerTensor:
         dtype = ir.DataType.from_numpy(np.dtype(tensor.dtype))
         value = ir.Value(name=self.op.names.fresh(tensor.name), type=ir.TensorType(dtype))
         self.graph.inputs.append(value)
-        return Tensor(tensor.shape, plain=self.op(value))
+        return LayerTensor(tensor.shape, plain=self.op(value))
 
-    def _output(self, tensor: Tensor, name: str) -> Tensor:
-        result = Tensor(tensor.shape, plain=put_out(self.op, tensor.plain, self.op.names.fresh(name)))
+    def _output(self, tensor: LayerTensor, name: str) -> LayerTensor:
+        result = LayerTensor(tensor.shape, plain=put_out(self.op, tensor.plain, self.op.names.fresh(name)))
         result.logits = tensor.logits
         return result
 
-    def _functional(self, model: Any, inputs: Sequence[Any]) -> list[Tensor]:
+    def _functional(self, model: Any, inputs: Sequence[Any]) -> list[LayerTensor]:
         functional = functional_of(model)
-        tensors: dict[int, Tensor] = {id(x): y for x, y in zip(functional.inputs, inputs, strict=True)}
+        tensors: dict[int, LayerTensor] = {id(x): y for x, y in zip(functional.inputs, inputs, strict=True)}
         for depth in sorted(functional._nodes_by_depth, reverse=True):
             for node in functional._nodes_by_depth[depth]:
                 if not node.is_input:
@@ -77,7 +82,7 @@ class LayerGraph:
                     tensors |= {id(x): y for x, y in zip(node.outputs, results, strict=True)}
         return [tensors[id(x)] for x in functional.outputs]
 
-    def _call(self, node: Any, arguments: list[Any], named: dict[str, Any]) -> list[Tensor]:
+    def _call(self, node: Any, arguments: list[Any], named: dict[str, Any]) -> list[LayerTensor]:
         layer = node.operation
         named.pop("training", None)  # Keras replaces it by the argument of the whole model
         if isinstance(layer, keras.Model) and hasattr(functional_of(layer), "_nodes_by_depth"):
@@ -89,9 +94,9 @@ class LayerGraph:
             # Placeholders let the others be checked, so that all problems are reported at once.
             dtypes = [ir.DataType.from_numpy(np.dtype(x.dtype)) for x in node.outputs]
             values = [ir.Value(type=ir.TensorType(dtype)) for dtype in dtypes]
-            return [Tensor(x.shape, plain=self.op(value)) for x, value in zip(node.outputs, values, strict=True)]
+            return [LayerTensor(x.shape, plain=self.op(value)) for x, value in zip(node.outputs, values, strict=True)]
 
-    def _layer(self, node: Any, arguments: list[Any], named: dict[str, Any]) -> list[Tensor]:
+    def _layer(self, node: Any, arguments: list[Any], named: dict[str, Any]) -> list[LayerTensor]:
         layer, shapes = node.operation, [tuple(x.shape) for x in node.outputs]
         function, op = find(layer), self.op.scoped(layer.name)
         if getattr(layer, "activity_regularizer", None) is not None:
@@ -103,7 +108,8 @@ class LayerGraph:
             results = function(call, *arguments, **accepted_arguments(function, named))
         results = results if isinstance(results, list) else [results]
         return [
-            x if isinstance(x, Tensor) else Tensor(shape, plain=x) for x, shape in zip(results, shapes, strict=True)
+            x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=x)
+            for x, shape in zip(results, shapes, strict=True)
         ]
 
     def _regularize(self, variables: Sequence[Any]) -> bool:
@@ -157,12 +163,14 @@ class _LayerCall:
     def __init__(self, layer: Any, arguments: Any):
         self._layer = layer
         self._arguments = arguments
-        self.tensors: list[Tensor] = [x for x in keras.tree.flatten(arguments) if isinstance(x, Tensor)]
+        self.tensors: list[LayerTensor] = [x for x in keras.tree.flatten(arguments) if isinstance(x, LayerTensor)]
         self.variables: list[Any] = [*layer.trainable_variables, *layer.non_trainable_variables]
 
     def __call__(self, *arrays: Any, training: bool = True) -> list[Any]:
         tensors, variables = iter(arrays[: len(self.tensors)]), arrays[len(self.tensors) :]
-        args, named = keras.tree.map_structure(lambda x: next(tensors) if isinstance(x, Tensor) else x, self._arguments)
+        args, named = keras.tree.map_structure(
+            lambda x: next(tensors) if isinstance(x, LayerTensor) else x, self._arguments
+        )
         count = len(self._layer.trainable_variables)
         mode = {"training": training} if self._layer._call_has_training_arg else {}
         results, _ = self._layer.stateless_call(variables[:count], variables[count:], *args, **named, **mode)

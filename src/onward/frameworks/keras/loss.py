@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onward.engines.framework import keywords
 from onward.frameworks.keras.layer_graph import functional_of
-from onward.frameworks.keras.layers import Tensor
+from onward.frameworks.keras.layers import LayerTensor
 from onward.model import Model
 from onward.run_state.state import RunState
 from onward.standard import COMMON_OPSET
@@ -25,7 +25,7 @@ _MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
+class Summand:
     """Summand of a loss."""
 
     output: int  # index among the outputs of the model
@@ -34,7 +34,7 @@ class Term:
     draw: Callable[[np.random.Generator, int], np.ndarray]  # random target for a number of samples
 
 
-def read_loss(model: Any, outputs: Sequence[Tensor]) -> list[Term]:
+def read_loss(model: Any, outputs: Sequence[LayerTensor]) -> list[Summand]:
     """Return the summands of the loss of a compiled model, in the order of Keras."""
     taken: set[str] = set()
     return [_term(*item, outputs, taken) for item in _flat_losses(model)]
@@ -60,7 +60,7 @@ def _flat_losses(model: Any) -> list[tuple[int, Any, float]]:
     return losses
 
 
-def _term(index: int, loss: Any, weight: float, outputs: Sequence[Tensor], taken: set[str]) -> Term:
+def _term(index: int, loss: Any, weight: float, outputs: Sequence[LayerTensor], taken: set[str]) -> Summand:
     function = getattr(loss, "fn", None)
     name = getattr(function, "__name__", type(loss).__name__)
     if function is None or not function.__module__.startswith("keras.") or name not in LOSSES:
@@ -85,10 +85,10 @@ def _term(index: int, loss: Any, weight: float, outputs: Sequence[Tensor], taken
         spec: Any = _formula(row, options, prediction, output, target, "sum" if is_sum else "mean", weight)
     else:
         spec = {**read, **({"reduction": "sum"} if is_sum else {}), **({"scale": weight} if weight != 1.0 else {})}
-    return Term(index, {prediction.name: spec}, target, functools.partial(_draw, row.draws, output.shape))
+    return Summand(index, {prediction.name: spec}, target, functools.partial(_draw, row.draws, output.shape))
 
 
-def _logits(output: Tensor, options: Mapping[str, Any]) -> Tensor | None:
+def _logits(output: LayerTensor, options: Mapping[str, Any]) -> LayerTensor | None:
     """Return the tensor that a loss computes with instead of probabilities; None if it computes
     with these.
 
@@ -104,7 +104,7 @@ def _formula(
     row: LossRow,
     options: Mapping[str, Any],
     prediction: ir.Value,
-    output: Tensor,
+    output: LayerTensor,
     target: str,
     reduction: str,
     scale: float,

@@ -14,7 +14,7 @@ from onward.agreement.steps import StepResult, compare_steps, without_dropout
 from onward.agreement.tolerance import Arrays
 from onward.errors import UnsupportedError, first_line
 from onward.frameworks.keras.layer_graph import LayerGraph, functional_of
-from onward.frameworks.keras.loss import Term
+from onward.frameworks.keras.loss import Summand
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.run_state.state import RunState
 from onward.run_state.training_models import to_training_model
@@ -22,7 +22,7 @@ from onward.run_state.training_models import to_training_model
 _STEPS = 3
 
 
-def try_steps(run: RunState, model: Any, graph: LayerGraph, terms: Sequence[Term]) -> None:
+def try_steps(run: RunState, model: Any, graph: LayerGraph, terms: Sequence[Summand]) -> None:
     """Compare three steps of a copy of `model` with three of its training model."""
     rng = generator(0)
     inputs = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
@@ -43,7 +43,7 @@ def try_steps(run: RunState, model: Any, graph: LayerGraph, terms: Sequence[Term
     compare_steps(still, batches, step, framework=f"Keras on {keras.backend.backend()}")
 
 
-def _arguments(batch: Arrays, model: Any, graph: LayerGraph, terms: Sequence[Term]) -> tuple[Any, Any]:
+def _arguments(batch: Arrays, model: Any, graph: LayerGraph, terms: Sequence[Summand]) -> tuple[Any, Any]:
     inputs = [batch[x.plain.name] for x in graph.inputs]
     targets: list[Any] = [None] * len(graph.outputs)
     for term in terms:

@@ -119,7 +119,7 @@ class Forward:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class LossGraph:
     graph: Any
     name: str
     watched: Sequence[str]  # inputs that are results of the forward pass, in its order
@@ -174,7 +174,7 @@ class StepGraphs:
         self._open(combined, list(dict.fromkeys(results)))
         return Forward(self._convert(combined), _names(outputs), _names(watched), self._updates)
 
-    def loss(self) -> Loss:
+    def loss(self) -> LossGraph:
         combined = Model(self.model.combined())
         by_name = {value.name: value for value in values(combined.graph)}
         watched = [by_name[self._trained.get(name, name)] for name in self._watched]
@@ -196,7 +196,7 @@ class StepGraphs:
                 f"the loss reads `{strange[0]}`; a Keras loss reads only outputs and targets",
                 hint="run the training model as it is: `onward.engines.start(model, engine=...)`",
             )
-        return Loss(self._convert(combined), str(loss.name), _names(inputs_of.values()), targets)
+        return LossGraph(self._convert(combined), str(loss.name), _names(inputs_of.values()), targets)
 
     def apply(self) -> tuple[Any, Contract]:
         """Return the update as a function of gradients and state, and its contract."""

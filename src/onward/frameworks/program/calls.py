@@ -186,7 +186,7 @@ _STORED_NAME = re.compile(r'\["([^"{}\\]*)"\]$')
 
 
 @dataclasses.dataclass(eq=False)
-class Loop(ProgramStep):
+class LoopStep(ProgramStep):
     """Calls repeated for several layers; `results` are the carried values after the last iteration."""
 
     numbers: range = range(0)
@@ -247,7 +247,7 @@ def _value_key(value: Value) -> Any:
     return value.path[: match.start()] if match else "", array
 
 
-def _loop(steps: Sequence[ProgramStep], repeat: Repeat) -> Loop | None:
+def _loop(steps: Sequence[ProgramStep], repeat: Repeat) -> LoopStep | None:
     old = f'"{repeat.prefix}.{repeat.first}.'
     inner = {value: Value(value.tensor, step=value.step) for value in repeat.carried}
     changed: dict[Value, Value] = dict(inner)
@@ -266,7 +266,7 @@ def _loop(steps: Sequence[ProgramStep], repeat: Repeat) -> Loop | None:
     ]
     for value in inner.values():
         value.step = None
-    loop = Loop("for", list(repeat.carried), numbers=range(repeat.first, repeat.first + repeat.count), steps=body)
+    loop = LoopStep("for", list(repeat.carried), numbers=range(repeat.first, repeat.first + repeat.count), steps=body)
     loop.inner, loop.new = list(inner.values()), [new for new, _ in repeat.carried.values()]
     loop.results = [last for _, last in repeat.carried.values()]
     return loop

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from onward.frameworks.program.calls import Body, Loop, ProgramStep, Value, count_uses
+from onward.frameworks.program.calls import Body, LoopStep, ProgramStep, Value, count_uses
 from onward.frameworks.program.sizes import Extent
 from onward.frameworks.program.source_text import number, quote
 
@@ -219,7 +219,7 @@ class FunctionWriter:
     # ---- lines -------------------------------------------------------------------------------------------------------
 
     def _statement(self, step: ProgramStep) -> Iterator[str]:
-        if isinstance(step, Loop):
+        if isinstance(step, LoopStep):
             yield from self._loop(step)
             return
         for argument, body in step.bodies.items():
@@ -247,7 +247,7 @@ class FunctionWriter:
         nested = step.pattern.format(*targets).replace("(_, _)", "_")
         yield f"{nested or listed} = {expression.text}"
 
-    def _loop(self, step: Loop) -> Iterator[str]:
+    def _loop(self, step: LoopStep) -> Iterator[str]:
         """Write a loop. A carried value has the same name before, in and after it."""
         names = []
         for value, result in zip(step.arguments, step.results, strict=True):
@@ -308,7 +308,7 @@ class FunctionWriter:
         if value in self._outputs:
             return True
         reader = self._readers[value]
-        if reader.bodies or isinstance(reader, Loop):
+        if reader.bodies or isinstance(reader, LoopStep):
             return False
         read = set(reader.values())
         for other in self._steps[self._at[step] + 1 : self._at[reader]]:

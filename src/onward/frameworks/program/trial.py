@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.agreement.steps import LOSS, epsilon_in, steps_with_other_last_digits, types_in
-from onward.agreement.tolerance import Comparison, Tolerance
+from onward.agreement.tolerance import Sides, Tolerance
 from onward.agreement.verification import batches_made_up
 from onward.engines import start
 from onward.errors import Error, MismatchError
@@ -99,7 +99,7 @@ class StepTrial:
         if draws and not same_random_numbers:
             return
         hint = "report the model; run the training model itself: `onward.engines.start(model, engine=...)`"
-        compare = Comparison(
+        compare = Sides(
             "that of the training model", hint, Tolerance(epsilon=epsilon_in(types_in(self.model))), "{}".format
         )
         for i, (ours, theirs) in enumerate(zip(losses, self.losses, strict=True)):

@@ -40,7 +40,7 @@ def operators() -> Operators:
     return collect_operators("onward.frameworks.tensorflow.operators", FAMILIES)
 
 
-class Refused(Exception):
+class RefusedOperation(Exception):
     """Reason why an operation of TensorFlow cannot be expressed in ONNX."""
 
 
@@ -88,7 +88,7 @@ class Translator:
         yield
         if self.updates != before:
             self.updates = before
-            raise Refused("variables are assigned in a branch or in a loop")
+            raise RefusedOperation("variables are assigned in a branch or in a loop")
 
     def inline(
         self, op: Builder, graph: Any, arguments: Iterable[Value], outputs: Sequence[Any] | None = None
@@ -111,10 +111,10 @@ class Translator:
         node = Node(self, operation, environment)
         try:
             if function is None:
-                raise Refused("no ONNX operator computes it")
+                raise RefusedOperation("no ONNX operator computes it")
             settings = {name: node if name == "node" else node.attribute(name) for name in keywords(function)}
             results = function(op, *(environment[x.ref()] for x in operation.inputs), **settings)
-        except Refused as refusal:
+        except RefusedOperation as refusal:
             inputs = [environment[x.ref()].value for x in operation.inputs]
             return [self.placeholder(op, node, str(refusal), y, inputs) for y in operation.outputs]
         results = list(results) if isinstance(results, tuple | list) else [results]
@@ -177,7 +177,7 @@ class Node:
     def shape(self, index: int) -> list[int | None]:
         shape = self._shape(self.operation.inputs[index])
         if shape.rank is None:
-            raise Refused("the rank of its input is unknown")
+            raise RefusedOperation("the rank of its input is unknown")
         return list(shape.as_list())
 
     def _shape(self, tensor: Any) -> Any:
@@ -193,7 +193,7 @@ class Node:
     def size(self, index: int, axis: int) -> int:
         size = self.shape(index)[axis]
         if size is None:
-            raise Refused(f"the size of its input along axis {axis} is unknown")
+            raise RefusedOperation(f"the size of its input along axis {axis} is unknown")
         return size
 
     def known(self, index: int) -> np.ndarray | None:
@@ -210,7 +210,7 @@ class Node:
     def array(self, index: int) -> np.ndarray:
         array = self.known(index)
         if array is None:
-            raise Refused(f"its input {index} is computed, but ONNX needs a constant")
+            raise RefusedOperation(f"its input {index} is computed, but ONNX needs a constant")
         return array
 
     def numbers(self, index: int) -> list[int]:
@@ -235,7 +235,7 @@ class Node:
         """Return the graph of a function that the operation calls."""
         called = self.operation.graph._get_function(self.operation.get_attr(attribute).name)
         if not hasattr(called, "graph"):
-            raise Refused("it calls a function whose graph TensorFlow does not keep")
+            raise RefusedOperation("it calls a function whose graph TensorFlow does not keep")
         return called.graph
 
 

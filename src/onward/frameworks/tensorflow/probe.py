@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
-from onward.agreement.tolerance import Comparison
+from onward.agreement.tolerance import Sides
 from onward.differentiate import vjp
 from onward.engines import function as function_of
 from onward.model import Model
@@ -37,7 +37,7 @@ def confirm(
     examples_by_name = {x.op.name: np.asarray(example) for x, example in zip(function.inputs, examples, strict=False)}
     feeds = {value.name or "": examples_by_name[value.name or ""] for value in model.inputs}
     outputs = function_of(_in_training(model), engine="numpy")(feeds)
-    compare = Comparison("that of TensorFlow", "the conversion is not exact: please report the function")
+    compare = Sides("that of TensorFlow", "the conversion is not exact: please report the function")
     compare(outputs, {name: other.numpy() for name, other in zip(outputs, expected, strict=True)})
     if trained:
         _compare_gradients(model, feeds, expected, tape, trained)
@@ -48,7 +48,7 @@ def _compare_gradients(
 ) -> None:
     """Compare the gradients of each output, since a model does not contain custom derivatives."""
     hint = "write the function without `tf.custom_gradient`, or freeze the variables before it"
-    compare = Comparison("that of TensorFlow", hint)
+    compare = Sides("that of TensorFlow", hint)
     variables = {name: variable for name, variable in trained.items() if name in model.graph.initializers}
     for value, result in zip(model.outputs, expected, strict=True):
         if not result.dtype.is_floating:

@@ -48,7 +48,7 @@ def keep_averages(op: Builder, translator: Translator) -> Literal["population", 
     return _variance(normalizations)
 
 
-class Average(NamedTuple):
+class RunningAverage(NamedTuple):
     """Variable that averages a statistic."""
 
     variable: ir.Value
@@ -56,12 +56,12 @@ class Average(NamedTuple):
     momentum: float  # weight of the old average
 
 
-def _average(variable: ir.Value, update: ir.Value) -> Average | None:
+def _average(variable: ir.Value, update: ir.Value) -> RunningAverage | None:
     terms = {value: number for value, number in (_coefficients(update) or {}).items() if number}
     momentum = terms.pop(variable, 0.0)
     of, new = next(iter(terms.items()), (None, 0.0))
     is_average = of and len(terms) == 1 and math.isclose(momentum + new, 1, abs_tol=1e-6)
-    return Average(variable, of, momentum) if of and is_average else None
+    return RunningAverage(variable, of, momentum) if of and is_average else None
 
 
 def _coefficients(value: ir.Value) -> Coefficients | None:

@@ -25,7 +25,14 @@ from onward.frameworks.torch.capture import (
 from onward.frameworks.torch.exact import MasterWeights
 from onward.frameworks.torch.forward import OnnxModule, to_module
 from onward.frameworks.torch.loss import inner_values, make_loss, read_objective, summands
-from onward.frameworks.torch.optimizer import HALVES, Clip, clip_of, clipped_optimizer, make_optimizer, read_optimizer
+from onward.frameworks.torch.optimizer import (
+    HALVES,
+    ClipHook,
+    clip_of,
+    clipped_optimizer,
+    make_optimizer,
+    read_optimizer,
+)
 from onward.frameworks.torch.probe import NativeRun, probe_live, probe_native
 from onward.frameworks.torch.schedule import make_schedule, read_schedule, updates_per_step
 from onward.frameworks.torch.traced.optimizer_state import copy_optimizer, parameters_of
@@ -301,7 +308,7 @@ def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
         inner = clipped_optimizer(optimizer)
-        inner.register_step_pre_hook(Clip(run.clip, sum(parameter.numel() for parameter in parameters_of(inner))))
+        inner.register_step_pre_hook(ClipHook(run.clip, sum(parameter.numel() for parameter in parameters_of(inner))))
     return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, watched))
 
 

@@ -21,7 +21,7 @@ from onward.agreement.steps import without_dropout
 from onward.analysis.blocks import cut_into_parts
 from onward.engines.torch.types import CODES, from_array, to_array
 from onward.frameworks.torch.capture import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
-from onward.frameworks.torch.module_engine import Executable, Live, Segment, device_and_type, make_segments
+from onward.frameworks.torch.module_engine import Executable, GraphSegment, Live, device_and_type, make_segments
 from onward.model import Model, Source, load
 from onward.model.core import as_input, values
 from onward.options import Variance
@@ -53,7 +53,7 @@ class Graph:
     counters: list[str]
     inner: Sequence[str] = ()
     """Outputs that the model itself does not have."""
-    segments: Sequence[Segment] = ()
+    segments: Sequence[GraphSegment] = ()
     """Parts of `program` if it is split into blocks."""
 
     @classmethod
@@ -213,7 +213,7 @@ class Block(_Folder):
     keeps only its inputs for the backward pass.
     """
 
-    def __init__(self, segment: Segment):
+    def __init__(self, segment: GraphSegment):
         super().__init__()
         self.recomputes = False
         self._compiles: dict[str, Any] | None = None
@@ -379,9 +379,9 @@ def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_parameters()) | dict(module.named_buffers())
 
 
-def _block_paths(graph: Graph) -> dict[str, Segment]:
+def _block_paths(graph: Graph) -> dict[str, GraphSegment]:
     """Return paths of blocks: the common prefix of parameter names, or `block0`."""
-    homes: dict[str, Segment] = {}
+    homes: dict[str, GraphSegment] = {}
     blocks = [segment for segment in graph.segments if segment.piece.is_block]
     owned = {name for segment in blocks for name in segment.own}
     for segment in blocks:

@@ -177,7 +177,7 @@ class Executable:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Segment:
+class GraphSegment:
     """Part of a graph, with a program that equal parts share."""
 
     piece: PartInterface
@@ -191,12 +191,12 @@ class Segment:
         return [name for name in self.piece.reads if name not in self.own]
 
 
-def make_segments(whole: Executable, parts: Iterable[Part], tied: Collection[str]) -> list[Segment]:
+def make_segments(whole: Executable, parts: Iterable[Part], tied: Collection[str]) -> list[GraphSegment]:
     """Return the parts of the graph of a program. Tied tensors belong to the whole module."""
     pieces = models_of_parts(whole.model, parts, whole.types)
     programs = {model: whole.part(model) for model in {model for _, model in pieces}}
     return [
-        Segment(piece, programs[model], [name for name in piece.own if piece.is_block and name not in tied])
+        GraphSegment(piece, programs[model], [name for name in piece.own if piece.is_block and name not in tied])
         for piece, model in pieces
     ]
 

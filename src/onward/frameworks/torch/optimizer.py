@@ -33,7 +33,7 @@ from onward.vocabulary.torch import REFUSED_OPTIMIZERS
 _Settings = Mapping[str, Any]
 
 
-class Clip:
+class ClipHook:
     """Hook for `register_step_pre_hook` that clips gradients.
 
     With a `size`, it refuses optimizers with another number of elements. DeepSpeed and others leave
@@ -71,8 +71,8 @@ def clipped_optimizer(optimizer: Optimizer) -> Optimizer:
     return optimizer.inner if isinstance(optimizer, MasterWeights) else optimizer
 
 
-def clips_of(optimizer: Optimizer) -> list[Clip]:
-    return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, Clip)]
+def clips_of(optimizer: Optimizer) -> list[ClipHook]:
+    return [hook for hook in optimizer._optimizer_step_pre_hooks.values() if isinstance(hook, ClipHook)]
 
 
 def clip_of(optimizer: Optimizer, clip: float | _Settings | None) -> dict[str, Any] | None:
@@ -81,7 +81,7 @@ def clip_of(optimizer: Optimizer, clip: float | _Settings | None) -> dict[str, A
     if inner is not optimizer and clip is not None:
         raise UnsupportedError(
             "the loop clips 16-bit gradients, but the optimizer works on float32 copies",
-            hint=f"clip those: `optimizer.inner.register_step_pre_hook({Clip.__module__}.Clip({{'norm': 1.0}}))`",
+            hint=f"clip those: `optimizer.inner.register_step_pre_hook({ClipHook.__module__}.Clip({{'norm': 1.0}}))`",
         )
     ours = clips_of(inner)
     if len(ours) < sum(len(_hooks(owner)) for owner in {optimizer, inner}):
@@ -161,7 +161,7 @@ def read_optimizer(
         if name in REFUSED_OPTIMIZERS and member_class is getattr(torch.optim, name, None):
             problems.add(*REFUSED_OPTIMIZERS[name])
     hooks = [hook for member in {optimizer, *members} for hook in _hooks(member)]
-    if any(not isinstance(hook, Clip) for hook in hooks):
+    if any(not isinstance(hook, ClipHook) for hook in hooks):
         problems.add("it has hooks, which could do anything", "remove the hooks")
     problems.refuse()
     settings = [group for member in members for group in member.param_groups]

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from onward.agreement.inputs import example_inputs
 from onward.agreement.steps import StepResult, compare_steps, epsilon_in, types_in, without_dropout
-from onward.agreement.tolerance import Comparison, Tolerance
+from onward.agreement.tolerance import Sides, Tolerance
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
@@ -30,7 +30,7 @@ from onward.frameworks.torch.arguments import Flat, hollow_copy, tensors_of
 from onward.frameworks.torch.exporter import fault_of_example
 from onward.frameworks.torch.forward import LIVE, OnnxModule
 from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands
-from onward.frameworks.torch.optimizer import Clip, clip_gradients, clipped_optimizer
+from onward.frameworks.torch.optimizer import ClipHook, clip_gradients, clipped_optimizer
 from onward.frameworks.torch.schedule import updates_per_step
 from onward.inspect import describe
 from onward.model import Model
@@ -178,7 +178,7 @@ class _Prober:
         """Clipping before a step, unless the optimizer clips gradients of its copies itself."""
         inner = clipped_optimizer(native.optimizer)
         if inner is not native.optimizer and native.clip is not None:
-            inner.register_step_pre_hook(Clip(native.clip))
+            inner.register_step_pre_hook(ClipHook(native.clip))
             self._clip = None
 
     def batch(self, model: Model) -> Arrays:
@@ -309,7 +309,7 @@ def _compare(written: Mapping[str, Any], expected: Mapping[str, Any], live: Onnx
     arrays, expected_arrays = ({name: to_array(x) for name, x in outputs.items()} for outputs in (written, expected))
     tolerance = Tolerance(epsilon=epsilon_in(types_in(live.to_model())), least=0.0, equal_nan=True)
     hint = "report the model; use the live module: `onward.to_torch(training)`"
-    compare = Comparison("that of the live module", hint, tolerance, lambda n: f"`{n or 'the output'}` of the program")
+    compare = Sides("that of the live module", hint, tolerance, lambda n: f"`{n or 'the output'}` of the program")
     compare(arrays, expected_arrays)
 
 

@@ -22,7 +22,7 @@ from onward.build import Builder, Expr, Names
 from onward.errors import RecipeError
 from onward.lowering.contract import Contract
 from onward.lowering.rounds import Steps, as_one_step
-from onward.lowering.run.data import Columns, Embedding, check_noise, loop_inputs, scalar
+from onward.lowering.run.data import BatchInputs, Embedding, check_noise, loop_inputs, scalar
 from onward.lowering.run.steps import StepLoop, Validation
 from onward.lowering.step import RUN, LoweringOptions, lower_for_engine
 from onward.model import Model
@@ -95,7 +95,7 @@ class _WholeRun:
         size = options.batch_size or fixed or USUAL_BATCH
         noise = (options.batch_inputs,) if isinstance(options.batch_inputs, str) else options.batch_inputs
         check_noise(noise, steps.of_a_batch)
-        self._data = Columns(self._graph, self._op, steps.of_a_batch, noise, size, "")
+        self._data = BatchInputs(self._graph, self._op, steps.of_a_batch, noise, size, "")
         if validation is not None:
             validation.take_data(self._graph, self._op, noise, size, is_fixed=self._fixed is not None)
         self._settings = {name: self._input(scalar(f"run/{name}", _INT)) for name in SETTINGS}

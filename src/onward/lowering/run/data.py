@@ -21,7 +21,7 @@ def scalar(name: str, dtype: ir.DataType) -> ir.Value:
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([]))
 
 
-class Columns:
+class BatchInputs:
     """Data as inputs of a graph: all samples of each input of a batch, or noise for each batch.
 
     Their names are those of the inputs of a batch, after `scope`.

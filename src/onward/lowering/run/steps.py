@@ -11,7 +11,7 @@ from onward.build import Builder, Expr
 from onward.errors import UnsupportedError
 from onward.lowering.contract import contract_of
 from onward.lowering.rounds import input_of_run
-from onward.lowering.run.data import Columns, Embedding, loop_inputs, scalar, shuffled_rows
+from onward.lowering.run.data import BatchInputs, Embedding, loop_inputs, scalar, shuffled_rows
 from onward.lowering.run.metrics import graph_metrics, perplexity
 from onward.model import Model
 from onward.options import WholeRunOptions
@@ -45,7 +45,7 @@ class StepLoop:
         self,
         op: Builder,
         embed: Embedding,
-        data: Columns,
+        data: BatchInputs,
         trips: Expr,
         at: Mapping[str, Expr],
         constants: Mapping[str, Expr],
@@ -82,7 +82,7 @@ class StepLoop:
         metrics = dict(zip(self.metrics, results[len(state) + 3 :], strict=True))
         return dict(zip(state, new, strict=True)), {"losses": losses, "counted": counted}, is_finite, metrics
 
-    def _order(self, op: Builder, data: Columns, at: Mapping[str, Expr]) -> Expr:
+    def _order(self, op: Builder, data: BatchInputs, at: Mapping[str, Expr]) -> Expr:
         """Return the rows of all batches of an epoch."""
         rows = data.rows(op)
         order: Expr = op.Range(0, rows, 1)
@@ -93,7 +93,7 @@ class StepLoop:
         return order
 
     def _batches(
-        self, op: Builder, data: Columns, order: Expr, at: Mapping[str, Expr], number: Expr
+        self, op: Builder, data: BatchInputs, order: Expr, at: Mapping[str, Expr], number: Expr
     ) -> tuple[dict[str, Expr], Expr]:
         """Return the inputs of the remaining step `number`, and its number of samples."""
         inputs: dict[str, Expr] = {}
@@ -138,7 +138,7 @@ class Validation:
     def take_data(self, graph: ir.Graph, op: Builder, noise: Collection[str], size: int, *, is_fixed: bool) -> None:
         """Add inputs for data in batches of `size`; `is_fixed` if the model takes no other size."""
         self._is_fixed = is_fixed
-        self.data = Columns(graph, op, self._batch_inputs, noise, size, "validation/")
+        self.data = BatchInputs(graph, op, self._batch_inputs, noise, size, "validation/")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Rows of Keras layers, and the values that they take.
 
     @row("Dense")
-    def dense(c: Call, x: Tensor) -> Expr:
+    def dense(c: Call, x: LayerTensor) -> Expr:
         return x.plain @ c.weight(c.layer.kernel)
 
 The arguments are those of the call of the layer. A row returns expressions in the layout of Keras,
@@ -25,7 +25,7 @@ from onward.vocabulary.keras import Refused
 Shape = tuple[int | None, ...]
 
 
-class Tensor:
+class LayerTensor:
     """Value in the layout of Keras (`plain`), and with the last axis second, the channels of ONNX (`moved`).
 
     A layout is computed from the other one on first access, so layers that agree need no Transpose.
@@ -33,7 +33,7 @@ class Tensor:
 
     def __init__(self, shape: Sequence[int | None], *, plain: Expr | None = None, moved: Expr | None = None):
         self.shape: Shape = tuple(shape)
-        self.logits: Tensor | None = None  # the input of the softmax or sigmoid that made this
+        self.logits: LayerTensor | None = None  # the input of the softmax or sigmoid that made this
         self.below: int | None = None  # the number of rows of the table that this indexes
         self._plain = plain
         self._moved = moved if len(self.shape) > 2 else None
@@ -68,11 +68,11 @@ class Tensor:
         """True if only the layout of ONNX exists so far."""
         return self._plain is None
 
-    def map(self, function: Callable[[Expr], Expr]) -> Tensor:
+    def map(self, function: Callable[[Expr], Expr]) -> LayerTensor:
         """Apply an elementwise function in the layout that exists."""
         if self.is_moved:
-            return Tensor(self.shape, moved=function(self.moved))
-        return Tensor(self.shape, plain=function(self.plain))
+            return LayerTensor(self.shape, moved=function(self.moved))
+        return LayerTensor(self.shape, plain=function(self.plain))
 
     def _declare(self) -> None:
         """Set the shapes, which Keras knows."""
@@ -83,11 +83,11 @@ class Tensor:
             self._moved.value.shape = ir.Shape([sizes[0], sizes[-1], *sizes[1:-1]])
 
 
-def elementwise(function: Callable[..., Expr], *tensors: Tensor) -> Expr | Tensor:
+def elementwise(function: Callable[..., Expr], *tensors: LayerTensor) -> Expr | LayerTensor:
     """Apply an elementwise function to several tensors, with broadcasting."""
     first = tensors[0]
     if all(x.is_moved and x.shape == first.shape for x in tensors):
-        return Tensor(first.shape, moved=function(*(x.moved for x in tensors)))
+        return LayerTensor(first.shape, moved=function(*(x.moved for x in tensors)))
     return function(*(x.plain for x in tensors))
 
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from onward.build import Builder, Expr
 from onward.frameworks.formulas.graph_building import same_operator
-from onward.frameworks.keras.layers import ROWS, Call, Tensor, row
+from onward.frameworks.keras.layers import ROWS, Call, LayerTensor, row
 from onward.vocabulary.keras import Refused
 
 
-def activate(c: Call, function: Any, x: Tensor) -> Tensor:
+def activate(c: Call, function: Any, x: LayerTensor) -> LayerTensor:
     if function is None:
         return x
     name = getattr(function, "__name__", type(function).__name__)
@@ -24,7 +24,7 @@ def activate(c: Call, function: Any, x: Tensor) -> Tensor:
     if is_keras and name == "softmax":
         return softmax(c, x, -1)
     if is_keras and name == "log_softmax":
-        return Tensor(x.shape, plain=c.op.LogSoftmax(x.plain, axis=-1))
+        return LayerTensor(x.shape, plain=c.op.LogSoftmax(x.plain, axis=-1))
     if not is_keras or name not in _ELEMENTWISE:
         raise Refused(f"has the activation `{name}`")
     result = x.map(lambda expr: _ELEMENTWISE[name](c.op, expr))
@@ -33,8 +33,8 @@ def activate(c: Call, function: Any, x: Tensor) -> Tensor:
     return result
 
 
-def softmax(c: Call, x: Tensor, axis: int) -> Tensor:
-    result = Tensor(x.shape, plain=c.op.Softmax(x.plain, axis=axis))
+def softmax(c: Call, x: LayerTensor, axis: int) -> LayerTensor:
+    result = LayerTensor(x.shape, plain=c.op.Softmax(x.plain, axis=axis))
     result.logits = x
     return result
 
@@ -91,13 +91,13 @@ ROWS(
 
 
 @row("Softmax")
-def softmax_layer(c: Call, x: Tensor) -> Tensor:
+def softmax_layer(c: Call, x: LayerTensor) -> LayerTensor:
     c.refuse_unless(isinstance(c.layer.axis, int), "has several axes")
     return softmax(c, x, c.layer.axis)
 
 
 @row("ReLU")
-def relu(c: Call, x: Tensor) -> Tensor:
+def relu(c: Call, x: LayerTensor) -> LayerTensor:
     layer = c.layer
     c.refuse_unless(not layer.threshold, f"has the threshold {layer.threshold}")
     slope, most = float(layer.negative_slope), layer.max_value
@@ -108,7 +108,7 @@ def relu(c: Call, x: Tensor) -> Tensor:
 
 
 @row("Dropout", "SpatialDropout1D", "SpatialDropout2D", "SpatialDropout3D")
-def dropout(c: Call, x: Tensor) -> Tensor | Expr:
+def dropout(c: Call, x: LayerTensor) -> LayerTensor | Expr:
     """Drop elements, or whole slices by dropping ones of their common shape."""
     ratio = np.float32(c.layer.rate)
     shape = _noise_shape(c, x)
@@ -119,7 +119,7 @@ def dropout(c: Call, x: Tensor) -> Tensor | Expr:
     return x.plain * c.op.Dropout(c.op.ReduceMax(ones, axes, keepdims=1), ratio)
 
 
-def _noise_shape(c: Call, x: Tensor) -> list[int | None] | None:
+def _noise_shape(c: Call, x: LayerTensor) -> list[int | None] | None:
     layer = c.layer
     if type(layer).__name__ == "Dropout":
         return None if layer.noise_shape is None else list(layer.noise_shape)

@@ -12,36 +12,36 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Expr
-from onward.frameworks.keras.layers import ROWS, Call, Shape, Tensor, accepted_arguments, elementwise, find, row
+from onward.frameworks.keras.layers import ROWS, Call, LayerTensor, Shape, accepted_arguments, elementwise, find, row
 from onward.frameworks.keras.layers.activations import activate
 
 
 @row("Identity", "ActivityRegularization")
-def identity(c: Call, x: Tensor) -> Tensor:
+def identity(c: Call, x: LayerTensor) -> LayerTensor:
     c.refuse_unless(type(c.layer).__name__ == "Identity", "adds to the loss what depends on its input")
     return x
 
 
 @row("Dense")
-def dense(c: Call, x: Tensor) -> Tensor:
+def dense(c: Call, x: LayerTensor) -> LayerTensor:
     layer = c.layer
     c.refuse_unless(not layer.lora_enabled and not layer.quantization_mode, "is quantized or has adapters")
     return _with_bias(c, x.plain @ c.weight(layer.kernel), (*x.shape[:-1], layer.units))
 
 
 @row("EinsumDense")
-def einsum_dense(c: Call, x: Tensor) -> Tensor:
+def einsum_dense(c: Call, x: LayerTensor) -> LayerTensor:
     return _with_bias(c, c.op.Einsum(x.plain, c.weight(c.layer.kernel), equation=c.layer.equation), c.shape)
 
 
-def _with_bias(c: Call, y: Expr, shape: Shape) -> Tensor:
+def _with_bias(c: Call, y: Expr, shape: Shape) -> LayerTensor:
     """Add the bias of the layer along the last axis, and apply its activation."""
     y = y if c.layer.bias is None else y + c.weight(c.layer.bias)
-    return activate(c, c.layer.activation, Tensor(shape, plain=y))
+    return activate(c, c.layer.activation, LayerTensor(shape, plain=y))
 
 
 @row("Embedding")
-def embedding(c: Call, x: Tensor) -> Expr:
+def embedding(c: Call, x: LayerTensor) -> Expr:
     c.refuse_unless(not c.layer.mask_zero, "has `mask_zero`, and no mask is carried")
     c.refuse_unless(not c.layer.lora_enabled and not c.layer.quantization_mode, "is quantized or has adapters")
     x.below = min(x.below or c.layer.input_dim, c.layer.input_dim)
@@ -50,7 +50,7 @@ def embedding(c: Call, x: Tensor) -> Expr:
 
 
 @row("TimeDistributed")
-def time_distributed(c: Call, x: Tensor) -> Any:
+def time_distributed(c: Call, x: LayerTensor) -> Any:
     """Apply an inner layer that works along the last axis, so that time is one more batch axis."""
     inner = c.layer.layer
     c.refuse_unless(type(inner).__name__ in _PER_POSITION, f"applies {type(inner).__name__} at every time")
@@ -63,7 +63,7 @@ _PER_POSITION = {"Dense", "Activation", "ReLU", "LeakyReLU", "ELU", "Dropout", "
 
 
 @row("Flatten")
-def flatten(c: Call, x: Tensor) -> Expr:
+def flatten(c: Call, x: LayerTensor) -> Expr:
     if x.rank == 1:
         return c.op.Unsqueeze(x.plain, [1])
     y = x.plain
@@ -80,18 +80,18 @@ ROWS(
 
 
 @row("Rescaling")
-def rescaling(c: Call, x: Tensor) -> Tensor | Expr:
+def rescaling(c: Call, x: LayerTensor) -> LayerTensor | Expr:
     scale, offset = np.asarray(c.layer.scale, np.float32), np.asarray(c.layer.offset, np.float32)
     dtype = (x.moved if x.is_moved else x.plain).dtype
     is_integer = dtype is not None and dtype.is_integer()
-    value = Tensor(x.shape, plain=c.op.Cast(x.plain, to=ir.DataType.FLOAT)) if is_integer else x
+    value = LayerTensor(x.shape, plain=c.op.Cast(x.plain, to=ir.DataType.FLOAT)) if is_integer else x
     if scale.ndim or offset.ndim:
         return value.plain * scale + offset
     return value.map(lambda e: e * float(c.layer.scale) + float(c.layer.offset))
 
 
 @row("Normalization")
-def normalization(c: Call, x: Tensor) -> Expr:
+def normalization(c: Call, x: LayerTensor) -> Expr:
     c.refuse_unless(not c.layer.invert, "inverts a normalization")
     mean, deviation = (np.asarray(keras.ops.convert_to_numpy(v)) for v in (c.layer.mean, c.layer.variance**0.5))
     return (x.plain - mean) / np.maximum(deviation, np.float32(keras.config.epsilon()))
@@ -109,34 +109,34 @@ _PAIRS: dict[str, Callable[[Expr, Expr], Expr]] = {
 
 
 @row(*_PAIRS)
-def merge(c: Call, *operands: Any) -> Tensor | Expr:
+def merge(c: Call, *operands: Any) -> LayerTensor | Expr:
     """Combine a list of tensors, or two operands of which one may be a number."""
     function = _PAIRS[type(c.layer).__name__]
     tensors = list(operands[0]) if isinstance(operands[0], list | tuple) else list(operands)
-    if all(isinstance(x, Tensor) for x in tensors):
+    if all(isinstance(x, LayerTensor) for x in tensors):
         c.refuse_unless(len({x.rank for x in tensors}) == 1, "joins tensors of different ranks")
         return elementwise(lambda *values: reduce(function, values), *tensors)
     a, b = tensors
-    if isinstance(a, Tensor):
+    if isinstance(a, LayerTensor):
         return a.map(lambda e: function(e, c.op.scalar(float(b), e)))
     return b.map(lambda e: function(c.op.scalar(float(a), e), e))
 
 
 @row("Average")
-def average(c: Call, tensors: Sequence[Tensor]) -> Tensor | Expr:
+def average(c: Call, tensors: Sequence[LayerTensor]) -> LayerTensor | Expr:
     return elementwise(lambda *values: reduce(_PAIRS["Add"], values) * (1.0 / len(values)), *tensors)
 
 
 @row("Concatenate")
-def concatenate(c: Call, tensors: Sequence[Tensor]) -> Tensor | Expr:
+def concatenate(c: Call, tensors: Sequence[LayerTensor]) -> LayerTensor | Expr:
     axis = c.layer.axis % tensors[0].rank
     if axis == tensors[0].rank - 1 and all(x.is_moved for x in tensors):
-        return Tensor(c.shape, moved=c.op.Concat(*(x.moved for x in tensors), axis=1))
+        return LayerTensor(c.shape, moved=c.op.Concat(*(x.moved for x in tensors), axis=1))
     return c.op.Concat(*(x.plain for x in tensors), axis=axis)
 
 
 @row("Dot")
-def dot(c: Call, tensors: Sequence[Tensor]) -> Expr:
+def dot(c: Call, tensors: Sequence[LayerTensor]) -> Expr:
     a, b = tensors
     axes = c.layer.axes if isinstance(c.layer.axes, list | tuple) else (c.layer.axes, c.layer.axes)
     fits = a.rank == b.rank == 2 and not c.layer.normalize and all(axis % 2 == 1 for axis in axes)
@@ -145,7 +145,7 @@ def dot(c: Call, tensors: Sequence[Tensor]) -> Expr:
 
 
 @row("UnitNormalization")
-def unit_normalization(c: Call, x: Tensor) -> Expr:
+def unit_normalization(c: Call, x: LayerTensor) -> Expr:
     axes = [c.layer.axis] if isinstance(c.layer.axis, int) else list(c.layer.axis)
     norm = c.op.Sqrt(c.op.Max(c.op.ReduceSumSquare(x.plain, axes, keepdims=1), 1e-24))
     return x.plain / norm
@@ -154,10 +154,10 @@ def unit_normalization(c: Call, x: Tensor) -> Expr:
 @row("MultiHeadAttention")
 def multi_head_attention(
     c: Call,
-    query: Tensor,
-    value: Tensor,
-    key: Tensor | None = None,
-    attention_mask: Tensor | None = None,
+    query: LayerTensor,
+    value: LayerTensor,
+    key: LayerTensor | None = None,
+    attention_mask: LayerTensor | None = None,
     use_causal_mask: bool = False,
 ) -> Expr:
     layer, op = c.layer, c.op
@@ -188,7 +188,7 @@ def multi_head_attention(
 _MASKED = -1e9  # far below any score: its softmax is 0
 
 
-def _heads(c: Call, projection: Any, x: Tensor, *, last: bool = False) -> Expr:
+def _heads(c: Call, projection: Any, x: LayerTensor, *, last: bool = False) -> Expr:
     """Project to [batch, heads, time, size]; with `last`, to [batch, heads, size, time]."""
     op, (width, heads, size) = c.op, projection.kernel.shape
     y = x.plain @ op.Reshape(c.weight(projection.kernel), [width, heads * size])
@@ -198,7 +198,7 @@ def _heads(c: Call, projection: Any, x: Tensor, *, last: bool = False) -> Expr:
 
 
 @row("BatchNormalization")
-def batch_normalization(c: Call, x: Tensor) -> Tensor:
+def batch_normalization(c: Call, x: LayerTensor) -> LayerTensor:
     layer = c.layer
     axis = layer.axis % x.rank
     c.refuse_unless(axis in (1, x.rank - 1), f"normalizes along axis {axis}")
@@ -214,7 +214,7 @@ def batch_normalization(c: Call, x: Tensor) -> Tensor:
         epsilon=float(layer.epsilon),
         momentum=float(layer.momentum),
     )
-    return Tensor(x.shape, moved=y) if last else Tensor(x.shape, plain=y)
+    return LayerTensor(x.shape, moved=y) if last else LayerTensor(x.shape, plain=y)
 
 
 def _scale(c: Call, like: Expr, variable: Any, number: float) -> Expr:
@@ -229,7 +229,7 @@ def _scale(c: Call, like: Expr, variable: Any, number: float) -> Expr:
 
 
 @row("LayerNormalization")
-def layer_normalization(c: Call, x: Tensor) -> Expr:
+def layer_normalization(c: Call, x: LayerTensor) -> Expr:
     layer = c.layer
     axes = sorted(axis % x.rank for axis in ([layer.axis] if isinstance(layer.axis, int) else layer.axis))
     c.refuse_unless(axes == list(range(axes[0], x.rank)), f"normalizes along the axes {axes}")
@@ -241,7 +241,7 @@ def layer_normalization(c: Call, x: Tensor) -> Expr:
 
 
 @row("RMSNormalization")
-def rms_normalization(c: Call, x: Tensor) -> Expr:
+def rms_normalization(c: Call, x: LayerTensor) -> Expr:
     layer = c.layer
     c.refuse_unless(layer.axis in (-1, [-1], x.rank - 1, [x.rank - 1]), f"normalizes along {layer.axis}")
     mean = c.op.ReduceMean(x.plain * x.plain, [-1], keepdims=1)
@@ -249,7 +249,7 @@ def rms_normalization(c: Call, x: Tensor) -> Expr:
 
 
 @row("GroupNormalization")
-def group_normalization(c: Call, x: Tensor) -> Tensor:
+def group_normalization(c: Call, x: LayerTensor) -> LayerTensor:
     layer = c.layer
     last = layer.axis in (-1, x.rank - 1)
     c.refuse_unless(last or layer.axis == 1, f"normalizes along axis {layer.axis}")
@@ -262,4 +262,4 @@ def group_normalization(c: Call, x: Tensor) -> Tensor:
     )
     image = x.moved if last else x.plain
     y = c.op.GroupNormalization(image, scale, bias, num_groups=groups, epsilon=float(layer.epsilon))
-    return Tensor(x.shape, moved=y) if last else Tensor(x.shape, plain=y)
+    return LayerTensor(x.shape, moved=y) if last else LayerTensor(x.shape, plain=y)

@@ -9,7 +9,7 @@ import numpy as np
 
 from onward.build import Expr
 from onward.frameworks.formulas.graph_building import reverse
-from onward.frameworks.keras.layers import Call, Tensor, row
+from onward.frameworks.keras.layers import Call, LayerTensor, row
 
 _FUNCTIONS = {"tanh": "Tanh", "sigmoid": "Sigmoid", "relu": "Relu", "softsign": "Softsign", "softplus": "Softplus"}
 # Indices in Keras (input, forget, cell, output) of the gates in ONNX's order (input, output, forget, cell).
@@ -27,7 +27,7 @@ class _Outcome(NamedTuple):
 
 
 @row("LSTM", "GRU", "SimpleRNN")
-def recurrent(c: Call, x: Tensor, initial_state: Any = None) -> Any:
+def recurrent(c: Call, x: LayerTensor, initial_state: Any = None) -> Any:
     layer = c.layer
     outcome = _run(c, x, initial_state)
     y = outcome.states[0]
@@ -37,7 +37,7 @@ def recurrent(c: Call, x: Tensor, initial_state: Any = None) -> Any:
 
 
 @row("Bidirectional")
-def bidirectional(c: Call, x: Tensor) -> Any:
+def bidirectional(c: Call, x: LayerTensor) -> Any:
     layer = c.layer
     c.refuse_unless(not layer.return_state, "returns its states")
     outcomes = [_run(c.of(inner), x, None) for inner in (layer.forward_layer, layer.backward_layer)]
@@ -51,12 +51,12 @@ def bidirectional(c: Call, x: Tensor) -> Any:
     return forward * backward if layer.merge_mode == "mul" else [forward, backward]
 
 
-def _run(c: Call, x: Tensor, initial_state: Any) -> _Outcome:
+def _run(c: Call, x: LayerTensor, initial_state: Any) -> _Outcome:
     layer, op, name = c.layer, c.op, type(c.layer).__name__
     c.refuse_unless(name in ("LSTM", "GRU", "SimpleRNN"), f"runs {name}")
     c.refuse_unless(not layer.stateful, "is stateful")
     c.refuse_unless(not layer.dropout and not layer.recurrent_dropout, "has dropout inside")
-    states = [initial_state] if isinstance(initial_state, Tensor) else list(initial_state or [])
+    states = [initial_state] if isinstance(initial_state, LayerTensor) else list(initial_state or [])
     hidden = [op.Unsqueeze(state.plain, [0]) for state in states] or [None]
     sequence, *last = op.node(
         "",

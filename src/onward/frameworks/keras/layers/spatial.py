@@ -10,7 +10,7 @@ import numpy as np
 from onward.build import Expr
 from onward.engines.shared.windows import paddings, reach
 from onward.frameworks.formulas.graph_building import END, as_pads
-from onward.frameworks.keras.layers import Call, Tensor, row
+from onward.frameworks.keras.layers import Call, LayerTensor, row
 from onward.frameworks.keras.layers.activations import activate
 
 
@@ -18,16 +18,16 @@ def _channels_last(c: Call) -> bool:
     return getattr(c.layer, "data_format", "channels_last") == "channels_last"
 
 
-def _entry(c: Call, x: Tensor) -> Expr:
+def _entry(c: Call, x: LayerTensor) -> Expr:
     """Return the input with the channels second."""
     return x.moved if _channels_last(c) else x.plain
 
 
-def _result(c: Call, y: Expr) -> Tensor:
-    return Tensor(c.shape, moved=y) if _channels_last(c) else Tensor(c.shape, plain=y)
+def _result(c: Call, y: Expr) -> LayerTensor:
+    return LayerTensor(c.shape, moved=y) if _channels_last(c) else LayerTensor(c.shape, plain=y)
 
 
-def _padding(c: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Any:
+def _padding(c: Call, x: LayerTensor, kernel: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> Any:
     """Return attributes. `same` pads more at the end if odd; `causal` at the beginning."""
     if c.layer.padding == "valid":
         return {}
@@ -39,7 +39,7 @@ def _padding(c: Call, x: Tensor, kernel: Sequence[int], strides: Sequence[int], 
     return {"pads": as_pads(paddings("SAME_UPPER", None, [size or 1 for size in extent], kernel, strides, dilations))}
 
 
-def _add_bias(c: Call, y: Expr) -> Tensor:
+def _add_bias(c: Call, y: Expr) -> LayerTensor:
     """Add the bias of the layer, and apply its activation."""
     if c.layer.use_bias:
         y = y + c.op.Reshape(c.weight(c.layer.bias), [-1, *[1] * (len(c.shape) - 2)])
@@ -53,14 +53,14 @@ def _outermost(kernel: Expr, rank: int, *, swap: bool = False) -> Expr:
 
 
 @row("Conv1D", "Conv2D", "Conv3D")
-def convolution(c: Call, x: Tensor) -> Tensor:
+def convolution(c: Call, x: LayerTensor) -> LayerTensor:
     layer = c.layer
     c.refuse_unless(not getattr(layer, "lora_enabled", False), "has adapters")
     kernel = _outermost(c.weight(layer.kernel), x.rank)
     return _add_bias(c, _convolve(c, x, kernel, layer.kernel_size, layer.groups))
 
 
-def _convolve(c: Call, x: Tensor, kernel: Expr, window: Sequence[int], groups: int) -> Expr:
+def _convolve(c: Call, x: LayerTensor, kernel: Expr, window: Sequence[int], groups: int) -> Expr:
     strides, dilations = list(c.layer.strides), list(c.layer.dilation_rate)
     padding = _padding(c, x, window, strides, dilations)
     sizes = {"kernel_shape": list(window), "strides": strides, "dilations": dilations}
@@ -68,17 +68,17 @@ def _convolve(c: Call, x: Tensor, kernel: Expr, window: Sequence[int], groups: i
 
 
 @row("DepthwiseConv1D", "DepthwiseConv2D")
-def depthwise(c: Call, x: Tensor) -> Tensor:
+def depthwise(c: Call, x: LayerTensor) -> LayerTensor:
     return _add_bias(c, _each_channel(c, x, c.layer.kernel))
 
 
 @row("SeparableConv1D", "SeparableConv2D")
-def separable(c: Call, x: Tensor) -> Tensor:
+def separable(c: Call, x: LayerTensor) -> LayerTensor:
     depthwise_result = _each_channel(c, x, c.layer.depthwise_kernel)
     return _add_bias(c, c.op.Conv(depthwise_result, _outermost(c.weight(c.layer.pointwise_kernel), x.rank)))
 
 
-def _each_channel(c: Call, x: Tensor, kernel: Any) -> Expr:
+def _each_channel(c: Call, x: LayerTensor, kernel: Any) -> Expr:
     """Convolve each channel with its own kernels."""
     *window, channels, _ = (int(size) for size in kernel.shape)
     grouped = c.op.Reshape(_outermost(c.weight(kernel), x.rank, swap=True), [-1, 1, *window])
@@ -86,7 +86,7 @@ def _each_channel(c: Call, x: Tensor, kernel: Any) -> Expr:
 
 
 @row("Conv1DTranspose", "Conv2DTranspose", "Conv3DTranspose")
-def convolution_transpose(c: Call, x: Tensor) -> Tensor:
+def convolution_transpose(c: Call, x: LayerTensor) -> LayerTensor:
     layer = c.layer
     plain = layer.output_padding is None and all(d == 1 for d in layer.dilation_rate)
     c.refuse_unless(plain, "has an output padding or a dilation")
@@ -105,33 +105,33 @@ def convolution_transpose(c: Call, x: Tensor) -> Tensor:
 
 
 @row("MaxPooling1D", "MaxPooling2D", "MaxPooling3D", "AveragePooling1D", "AveragePooling2D", "AveragePooling3D")
-def pooling(c: Call, x: Tensor) -> Tensor:
+def pooling(c: Call, x: LayerTensor) -> LayerTensor:
     window, strides = _sizes(c.layer.pool_size, x), _sizes(c.layer.strides, x)
     operator = c.op.MaxPool if type(c.layer).__name__.startswith("Max") else c.op.AveragePool
     padding = _padding(c, x, window, strides, [1] * len(window))
     return _result(c, operator(_entry(c, x), kernel_shape=window, strides=strides, **padding))
 
 
-def _sizes(sizes: Any, x: Tensor) -> list[int]:
+def _sizes(sizes: Any, x: LayerTensor) -> list[int]:
     return [int(sizes)] * (x.rank - 2) if isinstance(sizes, int) else [int(size) for size in sizes]
 
 
 @row(*(f"Global{name}Pooling{n}D" for name in ("Average", "Max") for n in (1, 2, 3)))
-def global_pooling(c: Call, x: Tensor) -> Tensor:
+def global_pooling(c: Call, x: LayerTensor) -> LayerTensor:
     reduce = c.op.ReduceMean if "Average" in type(c.layer).__name__ else c.op.ReduceMax
     keep = int(c.layer.keepdims)
     if _channels_last(c) and not x.is_moved:
-        return Tensor(c.shape, plain=reduce(x.plain, list(range(1, x.rank - 1)), keepdims=keep))
+        return LayerTensor(c.shape, plain=reduce(x.plain, list(range(1, x.rank - 1)), keepdims=keep))
     return _result(c, reduce(_entry(c, x), list(range(2, x.rank)), keepdims=keep))
 
 
 @row("ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D")
-def zero_padding(c: Call, x: Tensor) -> Tensor:
+def zero_padding(c: Call, x: LayerTensor) -> LayerTensor:
     return _result(c, c.op.Pad(_entry(c, x), as_pads([(0, 0), (0, 0), *_margins(c.layer.padding)])))
 
 
 @row("Cropping1D", "Cropping2D", "Cropping3D")
-def cropping(c: Call, x: Tensor) -> Tensor:
+def cropping(c: Call, x: LayerTensor) -> LayerTensor:
     begins, ends = zip(*((before, -after or END) for before, after in _margins(c.layer.cropping)), strict=True)
     return _result(c, c.op.Slice(_entry(c, x), begins, ends, list(range(2, x.rank))))
 
@@ -141,7 +141,7 @@ def _margins(margins: Any) -> list[list[int]]:
 
 
 @row("UpSampling1D", "UpSampling2D", "UpSampling3D")
-def upsampling(c: Call, x: Tensor) -> Tensor:
+def upsampling(c: Call, x: LayerTensor) -> LayerTensor:
     layer = c.layer
     method = getattr(layer, "interpolation", "nearest")
     c.refuse_unless(method in ("nearest", "bilinear"), f"interpolates by `{method}`")

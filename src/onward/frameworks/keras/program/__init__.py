@@ -16,7 +16,7 @@ import numpy as np
 
 from onward.agreement.inputs import example_inputs
 from onward.agreement.steps import epsilon_in, types_in
-from onward.agreement.tolerance import Comparison, Tolerance
+from onward.agreement.tolerance import Sides, Tolerance
 from onward.engines.framework_engine import array_function
 from onward.engines.keras.types import available
 from onward.errors import Error
@@ -168,7 +168,7 @@ def try_files(program: Path, file: Path, live: TrainingModel) -> None:
     names = [value.name or "" for value in live.source.outputs]
     tolerance = Tolerance(epsilon=epsilon_in(types_in(live.source)), least=0.0, equal_nan=True)
     hint = "please report the model; the live model is `onward.to_keras(training)`"
-    compare = Comparison("that of the live model", hint, tolerance, "`{}` of the program".format)
+    compare = Sides("that of the live model", hint, tolerance, "`{}` of the program".format)
     compare(dict(zip(names, outputs, strict=bool(inputs))), dict(zip(names, expected, strict=bool(inputs))))
     if trial is not None:
         trial.compare(losses, same_random_numbers=False)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.graph_building import constant_of
-from onward.frameworks.tensorflow.graph import Refused, Resource, dtype_of
+from onward.frameworks.tensorflow.graph import RefusedOperation, Resource, dtype_of
 
 operators = Operators()
 
@@ -85,7 +85,7 @@ def _is_constant(body, index, value):
     """True if a loop does not change a value."""
     is_constant = _source(body.outputs[index]) is body.inputs[index]
     if isinstance(value, Resource) and not is_constant:
-        raise Refused("a variable is another one after each iteration")
+        raise RefusedOperation("a variable is another one after each iteration")
     return is_constant
 
 
@@ -140,7 +140,7 @@ DRAWN = ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2")
 
 @operators.define(*DRAWN, "RandomStandardNormal", "StatelessRandomNormalV2", "TruncatedNormal")
 def random(op, *_):
-    raise Refused("it draws random numbers, and only `tf.nn.dropout` may")
+    raise RefusedOperation("it draws random numbers, and only `tf.nn.dropout` may")
 
 
 @operators.define("SelectV2")

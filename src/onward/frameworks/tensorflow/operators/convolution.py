@@ -10,7 +10,7 @@ import numpy as np
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import paddings, reach
 from onward.frameworks.formulas.graph_building import as_pads, permute
-from onward.frameworks.tensorflow.graph import Refused, Statistics
+from onward.frameworks.tensorflow.graph import RefusedOperation, Statistics
 
 operators = Operators()
 
@@ -66,10 +66,10 @@ def depthwise(op, x, w, *, node, data_format):
 def conv_transpose(op, shape, w, dy, *, node, strides, dilations, padding, data_format):
     """Compute `tf.nn.conv2d_transpose`."""
     if padding == "EXPLICIT":
-        raise Refused("its padding is explicit")
+        raise RefusedOperation("its padding is explicit")
     sizes = _spatial(node.operation.outputs[0].shape.as_list(), data_format)
     if None in sizes:
-        raise Refused("the size of its result is unknown")
+        raise RefusedOperation("the size of its result is unknown")
     steps, gaps = _spatial(strides, data_format), _spatial(dilations, data_format)
     kernel = [node.size(1, axis) for axis in range(len(gaps))]
     windows = paddings("SAME_UPPER" if padding == "SAME" else "VALID", None, sizes, kernel, steps, gaps)
@@ -163,11 +163,11 @@ def batch_norm(op, x, scale, bias, mean, variance, *, node, is_training, epsilon
     images = channels_first(op, x, data_format)
     if not is_training:
         if any(value.value.producer() and node.known(i) is None for i, value in ((3, mean), (4, variance))):
-            raise Refused("its statistics are computed, and TensorFlow does not differentiate them")
+            raise RefusedOperation("its statistics are computed, and TensorFlow does not differentiate them")
         y = op.BatchNormalization(images, scale, bias, op.Identity(mean), op.Identity(variance), epsilon=epsilon)
         return channels_last(op, y, data_format), mean, variance
     if node.operation.type == "FusedBatchNormV3" and node.attribute("exponential_avg_factor") != 1:
-        raise Refused("it has an `exponential_avg_factor`, so it averages statistics itself")
+        raise RefusedOperation("it has an `exponential_avg_factor`, so it averages statistics itself")
     _, like_mean, like_variance, *_ = node.operation.outputs
     likes = like_mean, like_variance
     averages = [node.translator.placeholder(op, node, "it keeps no running averages", like) for like in likes]

@@ -16,7 +16,7 @@ from onward.frameworks.formulas.elementwise import (
     relu6,
 )
 from onward.frameworks.formulas.graph_building import cast, same_operator
-from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
+from onward.frameworks.tensorflow.graph import RefusedOperation, as_int64, dtype_of
 from onward.recipe.step_builder import stop_gradient
 
 operators = Operators()
@@ -62,7 +62,7 @@ def _choose(op, second, a, b):
 @operators.define("ClipByValue")
 def clip_by_value(op, x, low, high, *, node):
     if node.rank(1) or node.rank(2):
-        raise Refused("its bounds are not scalars, as those of Clip")
+        raise RefusedOperation("its bounds are not scalars, as those of Clip")
     if is_relu6(low.value, high.value):  # a Clip to 0 and 6 has slope 0 at the bounds, TensorFlow 1
         return op.Clip(op.Clip(x, low), None, high)
     return op.Clip(x, low, high)
@@ -117,11 +117,11 @@ def identities(op, *xs, node):
 @operators.define("PreventGradient")
 def prevent_gradient(op, x, *, message):
     """Refuse the operation: TensorFlow raises an error where a gradient reaches it."""
-    raise Refused(f"a gradient through it is an error: {message}")
+    raise RefusedOperation(f"a gradient through it is an error: {message}")
 
 
 @operators.define("Const")
 def constant(op, *, value, dtype):
     if dtype == tf.string:
-        raise Refused("it is a string")
+        raise RefusedOperation("it is a string")
     return op.constant(tf.make_ndarray(value))

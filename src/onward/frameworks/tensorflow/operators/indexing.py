@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.graph_building import END, permute
-from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
+from onward.frameworks.tensorflow.graph import RefusedOperation, as_int64, dtype_of
 
 operators = Operators()
 
@@ -18,14 +18,14 @@ def gather(op, x, indices, _, *, batch_dims, node):
     if not count:
         return op.Gather(x, as_int64(op, indices), axis=axis)
     if axis != count:
-        raise Refused("it gathers along an axis other than the first after the batch")
+        raise RefusedOperation("it gathers along an axis other than the first after the batch")
     return op.GatherND(x, op.Unsqueeze(as_int64(op, indices), [-1]), batch_dims=count)
 
 
 @operators.define("ResourceGather")
 def gather_rows(op, variable, indices, *, batch_dims, node):
     if batch_dims:
-        raise Refused("it gathers from batches of a variable")
+        raise RefusedOperation("it gathers from batches of a variable")
     return op.Gather(node.read(op, variable), as_int64(op, indices), axis=0)
 
 
@@ -48,7 +48,7 @@ def scatter_nd(op, indices, updates, shape):
 @operators.define("UnsortedSegmentSum")
 def sum_of_segments(op, x, segments, count, *, node):
     if node.rank(1) != 1:
-        raise Refused("its segment ids are not a vector")
+        raise RefusedOperation("its segment ids are not a vector")
     ids, size = as_int64(op, segments), op.Reshape(as_int64(op, count), [1])
     rows = op.Concat(size + np.int64(1), op.Slice(op.Shape(x), [1], [END]), axis=0)
     # TensorFlow drops rows with a negative id, which ScatterND counts from the end: they go to an extra row.
@@ -70,7 +70,7 @@ def one_hot(op, indices, depth, on, off, *, axis, node):
 def reserve(op, _, count, *, element_dtype, node):
     sizes = next((shape.as_list() for shape in _element_shapes(node) if shape.is_fully_defined()), None)
     if element_dtype == tf.variant or sizes is None:
-        raise Refused("the shape of the elements of a list is unknown")
+        raise RefusedOperation("the shape of the elements of a list is unknown")
     shape = op.Concat(op.Reshape(as_int64(op, count), [1]), np.array(sizes, np.int64), axis=0)
     return op.Expand(op.constant(np.zeros([], dtype_of(element_dtype).numpy())), shape)
 

@@ -15,7 +15,7 @@ from onward.frameworks.formulas.graph_building import (
     stack,
     unstack,
 )
-from onward.frameworks.tensorflow.graph import Refused, as_int64, dtype_of
+from onward.frameworks.tensorflow.graph import RefusedOperation, as_int64, dtype_of
 
 operators = Operators()
 
@@ -173,7 +173,7 @@ operators(
 @operators.define("MirrorPad")
 def mirror_pad(op, x, _, *, mode, node):
     if mode != "REFLECT":
-        raise Refused("only the mode REFLECT has a counterpart in ONNX")
+        raise RefusedOperation("only the mode REFLECT has a counterpart in ONNX")
     return op.Pad(x, as_pads(node.array(1).tolist()), mode="reflect")
 
 

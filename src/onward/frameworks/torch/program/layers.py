@@ -15,7 +15,7 @@ from onward.frameworks.torch.program.recording import is_always_zero
 F_ = "torch.nn.functional."
 
 
-class Layer(NamedTuple):
+class TorchLayer(NamedTuple):
     """Layer of torch.nn that computes a call."""
 
     expression: str
@@ -39,7 +39,7 @@ _NAMES = {
 _RECURRENT = {"torch.lstm": "nn.LSTM", "torch.gru": "nn.GRU", "torch.rnn_tanh": "nn.RNN", "torch.rnn_relu": "nn.RNN"}
 
 
-def layer_of(step: ProgramStep) -> Layer | None:
+def layer_of(step: ProgramStep) -> TorchLayer | None:
     """Return the layer that a call could be of."""
     if step.function in _RECURRENT:
         return _recurrent(step)
@@ -78,7 +78,7 @@ def layer_of(step: ProgramStep) -> Layer | None:
             named = {key: (arguments.get(key, default), default) for key, default in defaults.items()}
             named["bias"] = has_bias
     texts = _arguments(*positional, dtype=weight.tensor.dtype, **named)
-    return Layer(f"{name}({texts})", state, step.arguments[:1])
+    return TorchLayer(f"{name}({texts})", state, step.arguments[:1])
 
 
 def _arguments(*positional: Any, dtype: torch.dtype, **named: tuple[Any, Any]) -> str:
@@ -91,7 +91,7 @@ def _text(value: Any) -> str:
     return number(value) if isinstance(value, float) else repr(value)
 
 
-def _recurrent(step: ProgramStep) -> Layer:
+def _recurrent(step: ProgramStep) -> TorchLayer:
     """Return the layer of a call with one layer, in one direction or two."""
     x, first, weights, has_biases, *_, is_bidirectional, _ = step.arguments
     name = _RECURRENT[step.function]
@@ -107,7 +107,7 @@ def _recurrent(step: ProgramStep) -> Layer:
     )
     inputs = [x] if all(map(is_always_zero, values_in(first))) else [x, first]
     pattern = "{}, ({}, {})" if name == "nn.LSTM" else ""
-    return Layer(f"{name}({texts})", dict(zip(names, weights, strict=True)), inputs, pattern)
+    return TorchLayer(f"{name}({texts})", dict(zip(names, weights, strict=True)), inputs, pattern)
 
 
 _METHODS = frozenset(dir(nn.ModuleDict)) - frozenset(dir(nn.Module))
@@ -117,7 +117,7 @@ class Structure:
     """Modules inside of a live module. Some become layers, the others are containers."""
 
     def __init__(self, live: nn.Module):
-        self._layers: dict[str, Layer] = {}
+        self._layers: dict[str, TorchLayer] = {}
         """Layers by path."""
         self._modules = dict(live.named_modules())
         main: dict[int, str] = {}
@@ -125,7 +125,7 @@ class Structure:
         self._aliases = {path: main.setdefault(id(tensor), path) for path, tensor in tensors}
         """Path of a tensor -> its main path. Tied weights have several paths."""
 
-    def claim(self, layer: Layer) -> str | None:
+    def claim(self, layer: TorchLayer) -> str | None:
         """Replace the module that has the state of a layer by the layer. Return its path, or None."""
         names = [*layer.state, *(["num_batches_tracked"] if "running_mean" in layer.state else [])]
         first, value = next(iter(layer.state.items()))
