@@ -190,7 +190,7 @@ main()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
-@pytest.mark.parametrize("module", ["onward.cli.app", "typer", "onward.cli.files", "onward.inspect.summary"])
+@pytest.mark.parametrize("module", ["onward.cli.app", "typer", "onward.cli.output_files", "onward.inspect.summary"])
 def test_an_interrupt_of_imports_is_one_line(module: str, folder: Path) -> None:
     """Before there is an application, while its commands are loaded, and in one of them."""
     code = INTERRUPTED_IMPORT.format(module=module)

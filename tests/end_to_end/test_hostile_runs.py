@@ -23,7 +23,7 @@ from marks import needs
 
 import onward
 from onward.errors import InvalidModelError, UnsupportedError
-from onward.frameworks.files import Framework, restore, with_state, write
+from onward.frameworks.run_files import Framework, restore, with_state, write
 from onward.model.state import STEP
 
 

@@ -21,10 +21,10 @@ from onnx import TensorProto, helper, numpy_helper
 import onward
 from onward.engines import start
 from onward.errors import Error, MismatchError, UnsupportedError
-from onward.frameworks.files import Framework, write
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.source_text import Identifiers, docstring, is_identifier, program_beside, quote
 from onward.frameworks.program.trial import StepTrial, step_trial
+from onward.frameworks.run_files import Framework, write
 from onward.transform.types import WORDS
 
 MARK = "open('marker', 'w')"

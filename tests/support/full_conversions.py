@@ -14,7 +14,7 @@ from full_disks import KIB, SIZE, disk
 
 import onward
 from onward.errors import WriteError
-from onward.frameworks.files import Framework, write
+from onward.frameworks.run_files import Framework, write
 
 OUTPUTS: dict[Framework, str] = {"torch": "run.pt", "keras": "run.keras", "jax": "run", "tensorflow": "run"}
 ROOMS = (0, 4)

@@ -27,7 +27,7 @@ from models import digits_mlp
 import onward
 from onward.agreement.inputs import fit_inputs
 from onward.errors import DataError, Error, InvalidModelError, UnknownNameError, UnsupportedError
-from onward.frameworks.files import restore
+from onward.frameworks.run_files import restore
 from onward.training.data import Batches, Column, dataset, match, open_data
 from onward.training.data.matching import InputType, fit
 

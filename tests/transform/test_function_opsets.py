@@ -16,7 +16,7 @@ import pytest
 
 import onward
 from onward.engines import function, start
-from onward.frameworks.files import ENDINGS, Framework, write
+from onward.frameworks.run_files import ENDINGS, Framework, write
 
 ENGINES = ("onnxruntime", "numpy", "torch", "jax", "tensorflow")
 

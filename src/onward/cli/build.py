@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, say, word
-from onward.cli.files import OutputFile, refuse_to_overwrite, target, working
 from onward.cli.options import floats_matching, option, options_from, recomputation, select_given
+from onward.cli.output_files import OutputFile, refuse_to_overwrite, target, working
 from onward.options import StepOptions, WholeRunOptions
 
 if TYPE_CHECKING:

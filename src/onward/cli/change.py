@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from onward.cli import options
 from onward.cli.app import CHANGE, Misuse, command, parameters_of
 from onward.cli.console import print_json, print_rows, remark, word
-from onward.cli.files import OutputFile, Where, target, working
 from onward.cli.options import NUMBERS, argument, number, option, pairs
+from onward.cli.output_files import OutputFile, Where, target, working
 from onward.errors import InvalidModelError, UnknownNameError, list_names
 
 if TYPE_CHECKING:

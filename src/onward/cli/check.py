@@ -13,8 +13,8 @@ import typer
 from onward.cli import options
 from onward.cli.app import FAILED, LOOK, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, say
-from onward.cli.files import working
 from onward.cli.options import floats_matching, option
+from onward.cli.output_files import working
 
 if TYPE_CHECKING:
     from onward import Finding

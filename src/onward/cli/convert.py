@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
-from onward.cli.files import Where, refuse_to_overwrite, target, working, writing
 from onward.cli.options import argument, example_in, option, options_from, select_given
+from onward.cli.output_files import Where, refuse_to_overwrite, target, working, writing
 from onward.errors import InvalidModelError, WriteError, suggest
 from onward.options import MISSING, MissingOptions
 
 if TYPE_CHECKING:
-    from onward.frameworks.files import Framework
+    from onward.frameworks.run_files import Framework
 
 
 def _formats() -> str:
 
     from onward.checkpoint.formats import writable
-    from onward.frameworks.files import FRAMEWORKS
+    from onward.frameworks.run_files import FRAMEWORKS
 
     programs, checkpoints = ", ".join(FRAMEWORKS), ", ".join(writable())
     return (
@@ -123,7 +123,7 @@ def convert(
 
 def _convert_to(source: Path, to: str, output: Path | None, force: bool, program: bool | None) -> list[Path]:
     from onward.checkpoint.formats import writable
-    from onward.frameworks.files import FRAMEWORKS
+    from onward.frameworks.run_files import FRAMEWORKS
 
     formats = dict.fromkeys([*FRAMEWORKS, *writable()])
     if to not in formats:
@@ -161,7 +161,7 @@ def _was_state(source: Path, to: str) -> bool:
 
 def _program(source: Path, framework: Framework, output: Path | None, force: bool) -> list[Path]:
     import onward
-    from onward.frameworks.files import ENDINGS, write, written_paths
+    from onward.frameworks.run_files import ENDINGS, write, written_paths
 
     ending = ENDINGS[framework]
     path = output or source.with_name(f"{source.name.removesuffix('.onnx')}{ending or f'-{framework}'}")
@@ -241,7 +241,7 @@ def _import(
 
 def _refill(source: Path, output: Path | None, like: Path | None, data: Where, force: bool) -> Path:
     import onward
-    from onward.frameworks.files import recognize, restore
+    from onward.frameworks.run_files import recognize, restore
     from onward.importing.programs import framework_of
 
     framework = framework_of(source) or recognize(source)

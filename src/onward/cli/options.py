@@ -13,7 +13,7 @@ import typer
 
 from onward.arguments import from_text, types_of
 from onward.cli.app import Misuse
-from onward.cli.files import Where
+from onward.cli.output_files import Where
 from onward.errors import UnknownNameError, suggest_or_list
 from onward.options import Option, TrainConfig, former_names, options_of
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, remark
-from onward.cli.files import OutputFile, refuse_to_overwrite, target, working
 from onward.cli.options import argument, option, options_from, pairs, select_given, source_of
+from onward.cli.output_files import OutputFile, refuse_to_overwrite, target, working
 from onward.options import PageOptions
 
 if TYPE_CHECKING:

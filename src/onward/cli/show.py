@@ -12,8 +12,8 @@ import typer
 from onward.cli import options
 from onward.cli.app import FAILED, LOOK, command
 from onward.cli.console import out, print_fields, print_json, print_rows, remark, say, word
-from onward.cli.files import target, working
 from onward.cli.options import argument, option, options_from, select_given
+from onward.cli.output_files import target, working
 from onward.errors import WriteError
 from onward.options import PlanOptions
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from onward.cli import INTERRUPTED, options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_json, print_rows, remark, say
-from onward.cli.files import OutputFile, target
 from onward.cli.options import option, options_from, select_given, source_of
+from onward.cli.output_files import OutputFile, target
 from onward.options import TrainOptions, options_of
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from onward.checkpoint.formats.keras import read_zipped_json
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file
 from onward.checkpoint.tf.tensor_bundle import read_bundle
-from onward.frameworks.files import Framework
+from onward.frameworks.run_files import Framework
 from onward.model.storage.containers import BAD_ZIP
 
 _PARTS = {"module", "optimizer", "scheduler"}

@@ -21,7 +21,7 @@ import onward
 from onward.engines import start
 from onward.engines.framework_engine import array_function
 from onward.errors import UnsupportedError
-from onward.frameworks.files import restore, write
+from onward.frameworks.run_files import restore, write
 
 pytestmark = [needs("jax", "optax"), pytest.mark.usefixtures("untried")]
 

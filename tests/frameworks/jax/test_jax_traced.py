@@ -134,7 +134,7 @@ def test_names_and_programs_of_it(tmp_path: Path) -> None:
     """State that mirrors a parameter belongs to it, the rest to the group; a file of JAX has the function, too."""
     import jax
 
-    from onward.frameworks.files import restore, write
+    from onward.frameworks.run_files import restore, write
 
     run = Run(coupled())
     parameters = {f"{layer}/{kind}" for layer in ("fc1", "fc2") for kind in ("kernel", "bias")}

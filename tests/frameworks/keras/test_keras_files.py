@@ -17,8 +17,8 @@ from keras_runs import batches, layers, named, on_backend, real, whole  # noqa: 
 
 from onward.engines import start  # noqa: E402
 from onward.errors import InvalidModelError, UnsupportedError  # noqa: E402
-from onward.frameworks.files import restore, write  # noqa: E402
 from onward.frameworks.keras import from_keras  # noqa: E402
+from onward.frameworks.run_files import restore, write  # noqa: E402
 
 pytestmark = [needs("keras"), needs("tensorflow")]
 

@@ -21,7 +21,7 @@ import onward
 from onward.agreement.steps import without_dropout
 from onward.engines import start
 from onward.errors import InvalidModelError, UnsupportedError
-from onward.frameworks.files import restore, write
+from onward.frameworks.run_files import restore, write
 from onward.model import Model
 
 torch = pytest.importorskip("torch")

@@ -14,7 +14,7 @@ from grid.side import Arrays
 
 import onward
 from onward.engines import start
-from onward.frameworks.files import write
+from onward.frameworks.run_files import write
 from onward.model import Model
 from onward.run_state.training_models import from_training_model
 

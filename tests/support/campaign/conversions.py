@@ -135,7 +135,7 @@ def changed_hdf5(rng: random.Random, data: bytes) -> bytes:
 
 
 def _jax(folder: Path) -> None:
-    from onward.frameworks.files import write
+    from onward.frameworks.run_files import write
 
     write(_training(folder), "jax", folder / "run")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from onward.errors import InvalidModelError
-from onward.frameworks.files import check_numbers, compare
 from onward.frameworks.jax.forward import TrainingParts
 from onward.frameworks.jax.program import trial_script
 from onward.frameworks.jax.program.source import CONSTANTS, STATE, write_program
 from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
 from onward.frameworks.jax.runtime import write as write_arrays
 from onward.frameworks.program.trial import step_trial
+from onward.frameworks.run_files import check_numbers, compare
 from onward.model import Model
 from onward.model.storage.containers import safetensors_header
 from onward.model.storage.files import reason, regular

@@ -20,13 +20,13 @@ from onward.agreement.tolerance import Sides, Tolerance
 from onward.engines.framework_engine import array_function
 from onward.engines.keras.types import available
 from onward.errors import Error
-from onward.frameworks.files import OTHER, with_state
 from onward.frameworks.keras.forward import GraphOptimizer, TrainingModel, to_keras
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.frameworks.keras.program import trial_script
 from onward.frameworks.keras.program.source import Source, write_program
 from onward.frameworks.program.source_text import program_beside
 from onward.frameworks.program.trial import step_trial, try_out
+from onward.frameworks.run_files import OTHER, with_state
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.storage.containers import BAD_ZIP, Stored, stored_range

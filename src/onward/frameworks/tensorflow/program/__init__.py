@@ -18,8 +18,8 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 from tensorflow.core.protobuf import saved_model_pb2
 
 from onward.errors import Error, InvalidModelError, UnsupportedError, first_line
-from onward.frameworks.files import compare, tensors_of, with_state
 from onward.frameworks.program.trial import step_trial
+from onward.frameworks.run_files import compare, tensors_of, with_state
 from onward.frameworks.tensorflow.forward import to_tensorflow
 from onward.frameworks.tensorflow.program import trial_script
 from onward.lowering.contract import contract_of

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from onward.errors import InvalidModelError, first_line
-from onward.frameworks.files import compare, with_state
 from onward.frameworks.program.source_text import program_beside
+from onward.frameworks.run_files import compare, with_state
 from onward.frameworks.torch import TorchTraining, to_torch
 from onward.frameworks.torch.capture import COUNTER
 from onward.frameworks.torch.capture import STEP as STEP_TAG
