@@ -465,15 +465,22 @@ def test_torch(name):
     function = getattr(torch_sequences, name)
     inputs = {"x": f32(5, 2, 3), "h": f32(2, 3, seed=1), "w": f32(3, 3, seed=2)}
     tensors = {key: torch.tensor(value, requires_grad=True) for key, value in inputs.items()}
-    y = function(**tensors)
-    dy = f32(*y.shape, seed=9)
-    wanted = torch.autograd.grad(y, list(tensors.values()), torch.tensor(dy))
     proto = TAKEN_APART
     if name != "take_apart":
         proto = onnx.load_from_string(torch_sequences.exported(function, tensors))
-    grads = on_onnxruntime(vjp(proto, "y", list(inputs)).to_proto(), {**inputs, "dy": dy})
-    for grad, expected in zip(grads, wanted, strict=True):
-        np.testing.assert_allclose(grad, expected.numpy(), rtol=1e-4, atol=1e-5)
+    check_against_torch(proto, function(**tensors), tensors, inputs, [on_onnxruntime], rtol=1e-4, atol=1e-5)
+
+
+def check_against_torch(proto, y, tensors, inputs, runs, rtol=1e-5, atol=1e-6):
+    """Compare the gradients of y by tensors, named as in the model, with those of PyTorch."""
+    import torch
+
+    dy = f32(*y.shape, seed=9)
+    expected = torch.autograd.grad(y, list(tensors.values()), torch.tensor(dy))
+    model = vjp(proto, "y", list(tensors)).to_proto()
+    for run in runs:
+        for grad, exact in zip(run(model, {**inputs, "dy": dy}), expected, strict=True):
+            np.testing.assert_allclose(grad, exact.numpy(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.slow("mean", "sum")
@@ -486,16 +493,12 @@ def test_embedding_bag(mode):
 
     x, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 3, 4, 4, 8])
     bag = torch_sequences.Bag(mode)
-    y = bag(x, offsets)
-    dy = f32(*y.shape)
-    (wanted,) = torch.autograd.grad(y, [bag.bag.weight], torch.tensor(dy))
     proto = torch_sequences.exported_by_dynamo(bag, {"x": x, "offsets": offsets})
     choices = judge(whole := load(proto), whole.graph.outputs)
     assert [choice.name for choice in choices if choice.role == "parameter"] == ["bag.weight"]
-    model = vjp(proto, "y", ["bag.weight"]).to_proto()
-    inputs = {"x": x.numpy(), "offsets": offsets.numpy(), "dy": dy}
-    for run in (on_onnxruntime, on_stock_evaluator):
-        np.testing.assert_allclose(run(model, inputs)[0], wanted.numpy(), rtol=1e-5, atol=1e-6)
+    inputs = {"x": x.numpy(), "offsets": offsets.numpy()}
+    tensors = {"bag.weight": bag.bag.weight}
+    check_against_torch(proto, bag(x, offsets), tensors, inputs, [on_onnxruntime, on_stock_evaluator])
 
 
 def on_stock_evaluator(proto, inputs):
@@ -511,13 +514,8 @@ def test_dstack():
     inputs = {name: f32(3, seed=i) for i, name in enumerate("abc")}
     tensors = {name: torch.tensor(array, requires_grad=True) for name, array in inputs.items()}
     y = torch_sequences.Stack()(**tensors)
-    dy = f32(*y.shape, seed=3)
-    wanted = torch.autograd.grad(y, list(tensors.values()), torch.tensor(dy))
     proto = torch_sequences.exported_by_dynamo(torch_sequences.Stack(), tensors, optimize=False)
-    model = vjp(proto, "y", list(inputs)).to_proto()
-    for run in (on_onnxruntime, on_stock_evaluator):
-        for grad, expected in zip(run(model, {**inputs, "dy": dy}), wanted, strict=True):
-            np.testing.assert_allclose(grad, expected.numpy(), rtol=1e-5, atol=1e-6)
+    check_against_torch(proto, y, tensors, inputs, [on_onnxruntime, on_stock_evaluator])
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, -1, -3])
