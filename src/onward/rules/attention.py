@@ -204,9 +204,6 @@ def _reshape(op, x, *sizes):
     return y
 
 
-# ---- linear attention ------------------------------------------------------------------------------------------------
-
-
 @rewrite("LinearAttention")
 def linear_attention(op, q, k, v, past, decay, beta, *, q_num_heads, kv_num_heads, scale):
     """Scan over steps: S = exp(decay) S; S = S + K' beta (V - K S), or S + K' V without beta; Y = scale Q S.

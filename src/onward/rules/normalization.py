@@ -195,9 +195,6 @@ def lrn(op, x, *, alpha, beta, bias, size):
     return x * (sums * (alpha / size) + bias) ** -beta
 
 
-# ---- rotary embedding ------------------------------------------------------------------------------------------------
-
-
 @gradient("RotaryEmbedding")
 def rotary_embedding(op, dy, x, cos, sin, positions, *, interleaved, num_heads, rotary_embedding_dim):
     """(A, B) -> (A cos - B sin, A sin + B cos): dX is dY rotated back, dcos = dY X summed over heads, dsin likewise."""
@@ -231,9 +228,6 @@ def _halves(op, x, cos, interleaved, num_heads):
     flat = rank(x) == 3 or (rank(x) is None and num_heads)
     x = split_axis(op, x, 2, num_heads) if flat else op.Transpose(x, perm=[0, 2, 1, 3])
     return rotated_halves(op, x, op.Shape(cos, start=-1), interleaved)
-
-
-# ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
 @gradient("Dropout", inputs=(0,))

@@ -46,9 +46,6 @@ def _product(op, *numbers):
     return math.prod(numbers) if all(isinstance(n, int) for n in numbers) else _symbol(op)
 
 
-# ---- TensorScatter ---------------------------------------------------------------------------------------------------
-
-
 @gradient("TensorScatter")
 def tensor_scatter_gradient(op, dy, cache, update, write_indices, *, axis, mode):
     """dupdate = dY at the written elements, dcache = dY elsewhere."""
@@ -186,9 +183,6 @@ def _sample(op, x, sizes, taps):
     return op.Transpose(op.ReduceSum(read, [1], keepdims=0), perm=[0, 2, 1])
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
-
-
 @body("GridSample", gradient=(0, 1))
 def grid_sample(op, x, grid, *, align_corners, mode, padding_mode):
     """Return X at the coordinates of the grid: the weighted sum of the pixels around each.
@@ -319,9 +313,6 @@ def roi_align(
         count = op.Reshape(cast_like(op, op.Max(row_count * column_count, op.scalar(1, rois)), x), [-1, 1, 1])
         y = op.ReduceSum(weighted, [3, 5], keepdims=0) / _declare(count, 1 if sampling_ratio > 0 else regions, 1, 1)
     return op.Transpose(y, perm=[1, 0, 2, 3])
-
-
-# ---- grids -----------------------------------------------------------------------------------------------------------
 
 
 @gradient("AffineGrid")

@@ -32,9 +32,6 @@ no_gradient("the result is an integer", "SequenceLength")
 no_gradient("the result is a truth value", "OptionalHasElement")
 
 
-# ---- elements --------------------------------------------------------------------------------------------------------
-
-
 @gradient("SequenceConstruct")
 def sequence_construct(op, dy, *inputs):
     """dX_i = element i of dY."""
@@ -108,9 +105,6 @@ def concat_from_sequence(op, dy, sequence, *, axis, new_axis):
 
 
 gradient("Optional", "OptionalGetElement")(lambda op, dy, x: dy)
-
-
-# ---- SequenceMap -----------------------------------------------------------------------------------------------------
 
 
 @gradient("SequenceMap")

@@ -115,7 +115,7 @@ def _forget_unreachable(model: Model, index: int, step: Step) -> None:
 
 def _trim(gradient: ir.Node, step: Step, model: Model, gone: set[str]) -> set[ir.Value]:
     """Drop xs from a Gradient that its y does not depend on; return the lost outputs."""
-    xs, zs = strings(gradient, "xs"), strings(gradient, "zs")
+    xs = strings(gradient, "xs")
     by_name = {v.name: v for graph in (model.graph, step.algorithm) for v in values(graph)}
     target = by_name.get(string(gradient, "y"))
     _, values_read = ancestors([target] if target is not None else [])
@@ -124,25 +124,19 @@ def _trim(gradient: ir.Node, step: Step, model: Model, gone: set[str]) -> set[ir
     lost = {gradient.outputs[i] for i in dropped if i < len(gradient.outputs)}
     gone.update(xs[i] for i in dropped)
     if dropped or len(keep) < len(gradient.inputs):
-        _rebuild(gradient, step, [i for i in keep if i < len(xs)], [i for i in keep if i >= len(xs)], xs, zs)
+        _rebuild(gradient, step, keep)
     return lost
 
 
-def _rebuild(
-    node: ir.Node, step: Step, kept_xs: list[int], kept_zs: list[int], xs: tuple[str, ...], zs: tuple[str, ...]
-) -> None:
-    new = ir.Node(
-        node.domain,
-        node.op_type,
-        [node.inputs[i] for i in (*kept_xs, *kept_zs)],
-        [
-            ir.AttrStrings("xs", [xs[i] for i in kept_xs]),
-            ir.AttrString("y", string(node, "y")),
-            *([ir.AttrStrings("zs", [zs[i - len(xs)] for i in kept_zs])] if kept_zs else []),
-        ],
-        num_outputs=len(kept_xs),
-        name=node.name,
-    )
+def _rebuild(node: ir.Node, step: Step, keep: list[int]) -> None:
+    """Replace a Gradient by one with some of its inputs, and the outputs of these."""
+    xs = strings(node, "xs")
+    kept_xs, kept_zs = [i for i in keep if i < len(xs)], [i - len(xs) for i in keep if i >= len(xs)]
+    attributes = [ir.AttrStrings("xs", [xs[i] for i in kept_xs]), ir.AttrString("y", string(node, "y"))]
+    if kept_zs:
+        attributes.append(ir.AttrStrings("zs", [strings(node, "zs")[i] for i in kept_zs]))
+    inputs = [node.inputs[i] for i in keep]
+    new = ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=len(kept_xs), name=node.name)
     for output, i in zip(new.outputs, kept_xs, strict=True):
         old = node.outputs[i]
         output.name, output.type, output.shape = old.name, old.type, old.shape

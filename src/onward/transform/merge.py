@@ -39,7 +39,9 @@ def merge(first: Source, second: Source, connect: Mapping[str, str] | None = Non
     for output, name in joins.items():
         source = next(value for value in first.graph.outputs if value.name == output)
         target = next(value for value in second.graph.inputs if value.name == name)
-        _check_types(source, target)
+        if source.dtype is not None and target.dtype is not None and source.dtype != target.dtype:
+            dtypes = source.dtype.name.lower(), target.dtype.name.lower()
+            raise InvalidModelError(f"output `{output}` is {dtypes[0]}, but input `{name}` is {dtypes[1]}")
         target.replace_all_uses_with(source, replace_graph_outputs=True)
         second.graph.inputs.remove(target)
         rename_in_gradients(second.graph, {name: output})
@@ -98,14 +100,6 @@ def _check_names(first: Model, second: Model, connected: set[str]) -> None:
         listed = ", ".join(f"`{name}`" for name in shared[:5]) + (", ..." if len(shared) > 5 else "")
         raise InvalidModelError(
             f"both models have values named {listed}", hint="give `prefix='second/'` (`--prefix second/`)"
-        )
-
-
-def _check_types(source: ir.Value, target: ir.Value) -> None:
-    if source.dtype is not None and target.dtype is not None and source.dtype != target.dtype:
-        raise InvalidModelError(
-            f"output `{source.name}` is {source.dtype.name.lower()}, but input `{target.name}` is "
-            f"{target.dtype.name.lower()}"
         )
 
 
