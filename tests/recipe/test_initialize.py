@@ -241,7 +241,7 @@ def test_every_initializer_on_every_opset(opset: int) -> None:
         ("normal", ("N", 3), {}, "its shape or type is unknown"),
         ("normal", (2, 3), {"sigma": 1}, "initializer `normal` has no option `sigma`"),
         ("normal", (2, 3), {"std": "wide"}, "is `wide`, which is not a number"),
-        ("xavier_normal", (2, 3), {"layout": "chainer"}, "is 'chainer', but must be `torch` or `keras`"),
+        ("xavier_normal", (2, 3), {"layout": "chainer"}, "is `chainer`, but must be `torch` or `keras`"),
     ],
 )
 def test_what_is_wrong_is_said(name: str, shape: tuple[int | str, ...], options: dict[str, Any], message: str) -> None:

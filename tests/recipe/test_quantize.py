@@ -384,7 +384,7 @@ def test_preprocessing_stays_outside(tmp_path):
         ("int2", UnsupportedError, "no kernel"),
         ("int8:activations=float8", UnsupportedError, "activations cannot be float8"),
         ("int8:activations=int4", UnsupportedError, "activations cannot be int4"),
-        ("int8:ranges=guess", UnknownNameError, "unknown choice of `ranges` `guess`"),
+        ("int8:ranges=guess", RecipeError, "`ranges` of `quantize` is `guess`, but must be `moving`, `lsq` or `fixed`"),
         ("int8:blocks=32", RecipeError, "no option `blocks`"),
         ("int8:percentile=101", RecipeError, "from 50 to 100"),
         ("int8:targets=encoder*", UnknownNameError, "`encoder\\*` matches no node"),

@@ -267,7 +267,7 @@ def test_the_file_names_the_schedule_and_its_numbers(name: str) -> None:
         ("cosine", {"steps": "many"}, "is `many`, which is not a number", None),
         ("cosine", {"steps": float("nan")}, "must be positive", None),
         ("cosine", {"steps": 10, "min": [1]}, r"is `\[1\]`, which is not a number", None),
-        ("cosine", {"steps": 10, "after": "up"}, "no choice `after=up`", "`after=floor` or `after=torch`"),
+        ("cosine", {"steps": 10, "after": "up"}, "`after` .* is `up`, but must be `floor` or `torch`", "`floor`"),
         ("cosine", {"steps": 10, "warmup": 10}, "not shorter than its 10 steps", "counts all updates"),
         ("step", {"size": 3, "warmup_start": 0.5}, "`warmup_start` but no `warmup`", "warmup=N"),
         ("step", {"size": 3, "warmup": -1}, "`warmup` .* at least 0", None),

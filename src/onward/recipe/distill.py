@@ -24,7 +24,7 @@ from onward.model import Model, Source, load
 from onward.model.core import values
 from onward.recipe.losses import functions
 from onward.recipe.losses import loss as named_loss
-from onward.recipe.spec import POSITIVE, Spec, check_options, checked_number, lookup, parse
+from onward.recipe.spec import POSITIVE, Spec, check_options, checked_number, lookup, one_of, parse
 from onward.recipe.step_builder import StepBuilder, embed
 from onward.transform.extract import extract
 from onward.transform.inline import inline
@@ -140,8 +140,7 @@ def _term(spec: Spec, weight: float) -> DistillTerm:
         check_options("`kl`", options, {**_OWN_OPTIONS, **_KL_OPTIONS})
         options = {**_KL_OPTIONS, **options}
         checked_number("`temperature` of `kl`", options["temperature"], POSITIVE)
-        if options["axis"] not in (1, -1):
-            raise RecipeError(f"`axis` of `kl` is `{options['axis']}`, but must be 1 or -1")
+        one_of("`axis` of `kl`", options["axis"], 1, -1)
     return DistillTerm(Spec(spec.name, options), own["student"], own["teacher"], weight)
 
 

@@ -22,7 +22,7 @@ from onward.errors import RecipeError, UnknownNameError, suggest_or_list
 from onward.model import Model
 from onward.model.state import without_tags
 from onward.recipe import random
-from onward.recipe.spec import Spec, check_options, checked_number, lookup, parse, split_address
+from onward.recipe.spec import Spec, check_options, checked_number, lookup, one_of, parse, split_address
 from onward.recipe.step_builder import StepBuilder, register
 from onward.recipe.trainable import matching
 from onward.runtime.sessions import evaluate
@@ -99,12 +99,7 @@ class Initializer:
 
     def _option(self, name: str, value: Any) -> float | str:
         what = f"`{name}` of initializer `{self.name}`"
-        if name not in self.choices:
-            return checked_number(what, value)
-        if value not in self.choices[name]:
-            choices = " or ".join(f"`{choice}`" for choice in self.choices[name])
-            raise RecipeError(f"{what} is {value!r}, but must be {choices}")
-        return value
+        return one_of(what, value, *self.choices[name]) if name in self.choices else checked_number(what, value)
 
 
 INITIALIZERS: dict[str, Initializer] = {}

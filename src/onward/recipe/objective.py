@@ -16,8 +16,8 @@ from onward.model import Model, load
 from onward.model.core import all_names, tensor_of, values
 from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
-from onward.recipe.losses.definitions import one_of, reduce_loss
-from onward.recipe.spec import Spec, check_options, checked_number, is_graph, parse, split_address
+from onward.recipe.losses.definitions import reduce_loss
+from onward.recipe.spec import Spec, check_options, checked_number, is_graph, one_of, parse, split_address
 from onward.recipe.step_builder import StepBuilder, embed
 from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset

@@ -26,7 +26,7 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Function, function
 from onward.errors import RecipeError
-from onward.recipe.spec import ANY, OF_SCHEDULES, check_options, checked_number, lookup
+from onward.recipe.spec import ANY, OF_SCHEDULES, check_options, checked_number, lookup, one_of
 
 DOUBLE = ir.DataType.DOUBLE
 Numbers = dict[str, Any]  # float, or list[float] for milestones
@@ -192,7 +192,10 @@ class Schedule:
             del settings["every"]
         if settings.get("timescale", ...) is None:
             settings["timescale"] = settings.get("warmup")
-        choices = {name: self._choice(name, settings.pop(name)) for name in self.choices}
+        choices = {
+            name: one_of(f"`{name}` of schedule `{self.name}`", settings.pop(name), *allowed)
+            for name, allowed in self.choices.items()
+        }
         numbers: Numbers = {name: self.number(name, value) for name, value in settings.items()}
         if numbers.get("warmup", 0) >= numbers.get("steps", math.inf):
             message = f"the warm-up of schedule `{self.name}` is not shorter than its {numbers['steps']:g} steps"
@@ -216,12 +219,6 @@ class Schedule:
     ) -> Expr:
         function = self.function(**choices)
         return op.call(function, lr, step, *(numbers[name] for name in function.inputs[2:]))
-
-    def _choice(self, name: str, value: Any) -> str | bool:
-        if value not in self.choices[name]:
-            hint = "write " + " or ".join(f"`{name}={choice}`" for choice in self.choices[name])
-            raise RecipeError(f"schedule `{self.name}` has no choice `{name}={value}`", hint=hint)
-        return value
 
     def number(self, name: str, value: Any) -> float | list[float]:
         """Convert an option to a number or a list of numbers."""

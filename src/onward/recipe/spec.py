@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import onnx_ir as ir
 
 from onward.arguments import Range
-from onward.errors import RecipeError, UnknownNameError, suggest
+from onward.errors import RecipeError, UnknownNameError, alternatives, suggest
 from onward.model import Model
 from onward.model.state import GROUP_KEY, ROLE_KEY
 
@@ -156,6 +156,15 @@ def checked_number(what: str, value: Any, within: Range | None = None) -> float:
     if within is not None:
         within.check(what, number)
     return number
+
+
+def one_of(what: str, value: Any, *allowed: Any) -> Any:
+    """Return an option; raise if it is not among the allowed values. `what` names it."""
+    if value not in allowed:
+        hint = suggest(str(value), map(str, allowed)) or f"write `{allowed[0]}`"
+        expected = alternatives([f"`{choice}`" for choice in allowed])
+        raise RecipeError(f"{what} is `{value}`, but must be {expected}", hint=hint)
+    return value
 
 
 def words(text: str) -> list[str]:

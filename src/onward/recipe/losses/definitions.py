@@ -16,7 +16,7 @@ from onward.build import Builder, Expr, Function
 from onward.errors import RecipeError
 from onward.recipe.losses import functions as f
 from onward.recipe.losses.functions import ConnectionistTemporalClassification
-from onward.recipe.spec import check_options, lookup
+from onward.recipe.spec import check_options, lookup, one_of
 
 Numbers = float | Sequence[float]
 
@@ -127,11 +127,6 @@ def formula(function: Function, name: str, *short_names: str, summary: str, **se
 def check(condition: bool, message: str, hint: str | None = None) -> None:
     if not condition:
         raise RecipeError(message, hint=hint)
-
-
-def one_of(option: str, value: Any, *allowed: Any) -> Any:
-    check(value in allowed, f"{option} is `{value}`", "it can be " + " or ".join(f"`{choice}`" for choice in allowed))
-    return value
 
 
 def numbers(option: str, value: Numbers) -> np.ndarray:

@@ -18,6 +18,7 @@ from onward.build import Builder, Expr
 from onward.errors import RecipeError
 from onward.recipe import random
 from onward.recipe.preprocessing.operations import ImageBatch, is_number
+from onward.recipe.spec import one_of
 
 _LAST = np.iinfo(np.int64).min  # where a slice that goes backwards ends, so that it takes the first as well
 
@@ -76,8 +77,7 @@ class Chance(ImageBatch):
 def flip(chance: Chance, p: float = 0.5, direction: Literal["horizontal", "vertical"] = "horizontal") -> Expr:
     """Mirror an image with probability `p`; `direction` is `horizontal` or `vertical`."""
     chance.check("flip")
-    if direction not in ("horizontal", "vertical"):
-        raise RecipeError(f"`direction` of `flip` is `{direction}`, but must be `horizontal` or `vertical`")
+    one_of("`direction` of `flip`", direction, "horizontal", "vertical")
     axis = chance.form.axes[direction == "horizontal"]
     mirrored = chance.op.Slice(chance.x, [-1], [_LAST], [axis], [-1])
     return chance.op.Where(chance.draws.happens(p), mirrored, chance.x)

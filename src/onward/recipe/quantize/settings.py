@@ -12,7 +12,7 @@ from onward.arguments import coerce
 from onward.constants import constant_tensor
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError, suggest_or_list
 from onward.recipe.layers import Layer, layers, listing
-from onward.recipe.spec import Spec, check_options, lookup, parse
+from onward.recipe.spec import Spec, check_options, lookup, one_of, parse
 from onward.recipe.trainable import matching
 from onward.standard import is_standard
 
@@ -90,7 +90,7 @@ def settings_of(value: str | Mapping[str, Any] | Spec) -> QuantizeSettings:
             f"activations cannot be {activations.name.lower()}: ONNX Runtime has no such operators",
             hint="write `activations=uint8`, or `activations=none` for weights alone",
         )
-    lookup("choice of `ranges`", options["ranges"], dict.fromkeys(get_args(Ranges)))
+    one_of("`ranges` of `quantize`", options["ranges"], *get_args(Ranges))
     if options["ranges"] == "lsq" and options["percentile"] is not None and activations is None:
         raise RecipeError("`percentile` needs quantized activations", hint="leave it out")
     operators = _words("operators", options["operators"])
