@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
-from onward.frameworks.torch.capture import capture_module  # noqa: E402
+from onward.frameworks.torch.module_capture import capture_module  # noqa: E402
 from onward.frameworks.torch.optimizer import make_optimizer, read_optimizer  # noqa: E402
 
 pytestmark = [needs("torch"), pytest.mark.usefixtures("one_torch_thread")]

@@ -117,7 +117,7 @@ def test_arithmetic_on_integers_is_refused():
     g (float[2] x) => (float[2] y) <float s = {0.1}, uint8 z = {128}> {
       q = QuantizeLinear(x, s, z)  a = Add(q, q)  y = DequantizeLinear(a, s, z)
     }""")
-    with pytest.raises(UnsupportedError, match=r"`Add` .* works on `q`, the integers of a quantized tensor") as raised:
+    with pytest.raises(UnsupportedError, match=r"`Add` .*: `q` holds the integers of a quantized tensor") as raised:
         onward.gradient(proto, "y", ["x"])
     assert "QDQ" in raised.value.hint
 

@@ -17,7 +17,7 @@ from processes import meet
 from torch.distributed.fsdp import fully_shard
 
 from onward.frameworks.torch import to_module
-from onward.frameworks.torch.forward import OnnxModule
+from onward.frameworks.torch.module import OnnxModule
 
 STEPS, BATCH, TIME, WORDS = 20, 4, 8, 40
 

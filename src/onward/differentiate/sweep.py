@@ -85,7 +85,8 @@ def _stand_for_floats(node: ir.Node, active: Container[ir.Value]) -> bool:
     rounded = [value for value in node.inputs if value is not None and value in active and not _may_be_float(value)]
     if rounded and node.op_type not in MOVING and isinstance(lookup(node), Rule) and not _may_be_float(node.outputs[0]):
         raise UnsupportedError(
-            f"`{node.op_type}` (node `{node.name}`) works on `{rounded[0].name}`, the integers of a quantized tensor",
+            f"cannot differentiate `{node.op_type}` (node `{node.name}`): "
+            f"`{rounded[0].name}` holds the integers of a quantized tensor",
             hint="quantize the model with `quant_format=QuantFormat.QDQ`, which dequantizes before each operator",
         )
     return bool(rounded) and node.op_type in MOVING

@@ -24,7 +24,7 @@ from torch_nets import step  # noqa: E402
 from torch_runs import CASES, Loop, batches, cnn, without_dropout  # noqa: E402
 
 from onward.frameworks.torch import capture_module, from_torch, to_module, to_torch  # noqa: E402
-from onward.frameworks.torch.forward import OnnxModule  # noqa: E402
+from onward.frameworks.torch.module import OnnxModule  # noqa: E402
 
 pytestmark = [needs("torch"), needs("onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 
 from onward.errors import InvalidModelError, UnsupportedError, first_line
 from onward.frameworks.torch.arguments import hollow_copy, hollow_out, tensors_of
-from onward.frameworks.torch.capture import captured_in_place, check_copyable, unwrap_module
 from onward.frameworks.torch.exporter import quiet
+from onward.frameworks.torch.module_capture import captured_in_place, check_copyable, unwrap_module
 from onward.frameworks.torch.probe import probe_module
 from onward.model import Model
 

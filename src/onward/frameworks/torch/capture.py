@@ -1,231 +1,207 @@
-"""Capture of an nn.Module as an inference model that can be trained like the module.
-
-It restores what PyTorch's exporter drops: names, ties, buffers, unused parameters, frozen
-parameters, and layers that training switches.
-"""
+"""Capture of PyTorch runs (module, loss, optimizer, scheduler) as training models."""
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import onnx_ir as ir
-import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from onward.engines.torch.types import CODES, FLOAT8, to_array
-from onward.frameworks.torch.arguments import Flat, is_hollow, tensors_of
-from onward.frameworks.torch.exporter import export, free_names
+from onward.arguments import checked
+from onward.errors import UnsupportedError
+from onward.frameworks.torch.exact import MasterWeights
+from onward.frameworks.torch.loss import read_objective, summands
+from onward.frameworks.torch.module import OnnxModule
+from onward.frameworks.torch.module_capture import (
+    GROUP,
+    STEP,
+    batch_counters,
+    capture_module,
+    check_copyable,
+    into_training,
+    unwrap_module,
+)
+from onward.frameworks.torch.optimizer import HALVES, clip_of, read_optimizer
+from onward.frameworks.torch.probe import NativeRun, probe_native
+from onward.frameworks.torch.schedule import read_schedule
+from onward.frameworks.torch.traced.optimizer_state import copy_optimizer
 from onward.model import Model
-from onward.run_state.problems import Problems
-
-KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-"""PARAMETER or BUFFER, as PyTorch's exporter writes it."""
-PERSISTENT = "pkg.torch.export.graph_signature.InputSpec.persistent"
-"""Presence in the `state_dict`."""
-ALSO = "torch.also"
-"""Other names of a tied tensor -> their positions in the order of the module; JSON."""
-LEARNS = "torch.requires_grad"
-"""`requires_grad` of a parameter that is not trained."""
-GROUP = "torch.group"
-"""Optimizer group of a parameter that is not trained."""
-STEP = "torch.step"
-"""Number of updates when a counter of batches was read."""
-COUNTER = "num_batches_tracked"
-"""PyTorch's name of the number of batches that a normalization has seen."""
+from onward.recipe import objective
+from onward.recipe.trainable import gradient_edges
+from onward.run_state.problems import ErrorCollector, Problems
+from onward.run_state.state import RunState
+from onward.run_state.training_models import nothing_learns, to_training_model
 
 
-_PREFIX = "module."
-"""Prefix of names in the exported graph."""
-_INSIDE = ("_orig_mod", "_original_module")
-"""Attributes in which `torch.compile` and Lightning Fabric keep a module."""
-_NOISE = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")
-"""Metadata of nodes with source code of the module and local paths."""
-_RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+@checked(types=False, step="updates", steps_per_epoch="updates_per_epoch")
+def from_torch(
+    module: nn.Module,
+    example_inputs: Any,
+    *,
+    loss: Any,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None = None,
+    example_targets: Any = None,
+    clip: float | Mapping[str, float] | None = None,
+    updates_per_epoch: int = 1,
+    updates: int | None = None,
+    dynamic_shapes: Mapping[str, Any] | None = None,
+    probe: bool = True,
+) -> Model:
+    """Convert a PyTorch run, at any moment, to a training model that continues it. The objects are not changed.
 
+        training = onward.from_torch(net, images, loss=nn.CrossEntropyLoss(), optimizer=optimizer)
 
-def capture_module(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
-    """Capture the forward pass of a module, with its parameters and buffers under their names.
-
-    - `example_inputs`: inputs of `forward`: a tensor, a sequence of arguments, or a mapping by name
+    - `module`, `optimizer`: module to train, and its optimizer
+    - `example_inputs`: inputs of the module: a tensor, a sequence of arguments, or a mapping by name
+    - `loss`: a loss of torch.nn or torch.nn.functional, such as `nn.CrossEntropyLoss()`; a mapping
+      of output -> loss for several outputs; or the name of the output that is the loss. Losses are
+      added: a list of losses, or a pair `(0.5, loss)`, may replace one
+    - `example_targets`: further inputs of the loss: a tensor or a tuple of tensors, in a mapping or
+      list like the losses. Floats are class probabilities for a cross entropy (default: classes)
+    - `scheduler`, `updates_per_epoch`: scheduler, and updates per step of the scheduler
+    - `updates`: updates so far, for an optimizer that does not count them (SGD) in the middle of an
+      epoch (default: the scheduler has just stepped)
+    - `clip`: clipping before each update: a number for `clip_grad_norm_`, or `{"value": 0.5}`
     - `dynamic_shapes`: argument -> axis -> name of axes of any size (default: the first axis of all
       tensors)
-
-    The module is not changed. Layers in `eval()` inside of a module in training stay in inference
-    mode: a normalization keeps its statistics. A module in `eval()` is captured as in `train()`.
+    - `probe`: run three steps on both sides with the example, and compare
     """
-    return captured_in_place(copy.deepcopy(module), example_inputs, dynamic_shapes)
+    module, optimizer, scheduler = unwrap_module(module), bare_optimizer(optimizer), bare_scheduler(scheduler)
+    check_copyable(module)
+    terms = summands(loss, example_targets)
+    clip = clip_of(optimizer, clip)
+    if isinstance(module, OnnxModule):
+        example_inputs = module.named(example_inputs)
+    memo: dict[int, Any] = {}
+    twins = (copy.deepcopy(module, memo), copy_optimizer(optimizer, memo), copy.deepcopy(scheduler, memo))
+    native = NativeRun(*twins, loss, terms, clip, updates_per_epoch)
+    into_training(native.module)
+    if isinstance(native.module, OnnxModule):
+        native.module.sync_batch_norm(False)  # other processes do not make the steps that are compared
+    _freeze_others(native)
+    run = _read(native, example_inputs, dynamic_shapes, updates)
+    if probe:
+        probe_native(native, run, example_inputs)
+    return to_training_model(run)
 
 
-def captured_in_place(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
-    """Capture a module without copying it, and leave it in training mode."""
-    into_training(module)
-    _check(module)
-    model, changed = export(Flat(module, example_inputs), dynamic_shapes)
-    _restore(model, module)
-    _switch(model, module)
-    _check_graph(model, module, changed)
-    return model
-
-
-def unwrap_module(module: nn.Module) -> nn.Module:
-    """Return the module inside of `torch.compile`, data parallelism or Lightning Fabric."""
-    while isinstance(module, DataParallel | DistributedDataParallel) or any(hasattr(module, name) for name in _INSIDE):
-        name = next((name for name in _INSIDE if hasattr(module, name)), "module")
-        module = getattr(module, name)
-    return module
-
-
-def check_copyable(module: nn.Module) -> None:
-    """Refuse modules that hold computed tensors, which PyTorch cannot copy."""
-    problems = Problems("the module")
-    for prefix, layer in module.named_modules():
-        for name, tensor in vars(layer).items():
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                problems.add(
-                    f"it keeps `{f'{prefix}.{name}' if prefix else name}`, which is computed from other tensors",
-                    "detach it; replace `torch.nn.utils.weight_norm` by `torch.nn.utils.parametrizations.weight_norm`",
-                )
-    problems.refuse()
-
-
-def into_training(module: nn.Module) -> None:
-    """Put a module into the mode in which it is captured."""
-    for layer in module.modules():
-        layer._compiled_call_impl = None  # of `module.compile()`
-    if not module.training:
-        module.train()
-    if getattr(getattr(module, "config", None), "use_cache", False):
-        module.config.use_cache = False  # of transformers: keys and values for generation
-
-
-# ---- what the module holds -------------------------------------------------------------------------------------------
-
-
-def _restore(model: Model, module: nn.Module) -> None:
-    """Give each tensor of the module its name, in the order of the module, including unused ones."""
-    graph, named = model.graph, dict(tensors_of(module))
-    main = {id(tensor): name for name, tensor in reversed(named.items())}
-    exported = {name.removeprefix(_PREFIX): value for name, value in graph.initializers.items()}
-    used = {main[id(tensor)]: exported.pop(name) for name, tensor in named.items() if name in exported}
-    persistent = module.state_dict(keep_vars=True).keys()
-    graph.initializers.clear()
-    free_names(model, named)
-    for position, (name, tensor) in enumerate(named.items()):
-        if main[id(tensor)] == name:
-            value, dtype, array = used.get(name) or ir.Value(), CODES[tensor.dtype], to_array(tensor)
-            value.name = name
-            value.type, value.shape = ir.TensorType(dtype), ir.Shape(tuple(tensor.shape))
-            value.const_value = ir.Tensor(array if is_hollow(tensor) else array.copy(), dtype=dtype, name=name)
-            value.metadata_props[KIND] = "PARAMETER" if isinstance(tensor, nn.Parameter) else "BUFFER"
-            value.metadata_props[PERSISTENT] = str(name in persistent)
-            value.metadata_props.pop("pkg.torch.onnx.original_node_name", None)
-            if isinstance(tensor, nn.Parameter):
-                value.metadata_props[LEARNS] = str(tensor.requires_grad)
-            graph.register_initializer(value)
-        else:
-            tied = graph.initializers[main[id(tensor)]].metadata_props
-            tied[ALSO] = json.dumps({**json.loads(tied.get(ALSO, "{}")), name: position})
-    taken = model.names()
-    for value in exported.values():  # constants
-        assert value.const_value is not None and value.name is not None
-        value.name = taken.fresh(value.name.removeprefix(_PREFIX))
-        value.const_value = ir.Tensor(value.const_value.numpy().copy(), dtype=value.const_value.dtype, name=value.name)
-        graph.register_initializer(value)
-    for node in graph.all_nodes():
-        for key in _NOISE:
-            node.metadata_props.pop(key, None)
-
-
-# ---- what training switches ------------------------------------------------------------------------------------------
-
-
-def _switch(model: Model, module: nn.Module) -> None:
-    """Rewrite layers so that training switches exactly those that the module switches.
-
-    A normalization is switched if its statistics are stored and its scale is not frozen (see
-    recipe/training_mode.py). An Identity before either of them changes that.
-    """
-    running = {f"{prefix}running_mean" for prefix, layer in _normalizations(module) if layer.training}
-    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-    for node in list(model.graph.all_nodes()):
-        if node.op_type == "Dropout":
-            node.resize_inputs(2)
-        elif node.op_type == "BatchNormalization" and (mean := node.inputs[3]) is not None and mean.is_initializer():
-            scale = node.inputs[1]
-            if mean.name not in running:
-                _behind_identity(node, 3, 4)
-            elif scale is not None and scale.name in frozen:
-                _behind_identity(node, 1)
-
-
-def _behind_identity(node: ir.Node, *indices: int) -> None:
-    assert node.graph is not None
-    for i in indices:
-        value = node.inputs[i]
-        assert value is not None
-        identity = ir.node("Identity", [value])
-        identity.outputs[0].name = f"{node.name}/{value.name}"
-        identity.outputs[0].type, identity.outputs[0].shape = value.type, value.shape
-        node.graph.insert_before(node, identity)
-        node.replace_input_with(i, identity.outputs[0])
-
-
-def _normalizations(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
-    """Yield normalizations with running statistics, and the prefix of their names."""
-    for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and layer.running_mean is not None:
-            yield f"{name}." if name else "", layer
-
-
-# ---- refusals --------------------------------------------------------------------------------------------------------
-
-
-def _check(module: nn.Module) -> None:
-    problems = Problems("the module")
-    for prefix, layer in _normalizations(module):
-        if layer.training and layer.momentum is None:
-            problems.add(f"`{prefix}running_mean` is an average over all batches", "set `momentum=0.1` in the layer")
-    for name, layer in module.named_modules():
-        _check_layer(name, layer, problems)
-    for name, tensor in tensors_of(module):
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
-        if tensor.is_meta or isinstance(tensor, nn.UninitializedParameter | nn.UninitializedBuffer):
-            problems.add(f"`{name}` has no values yet", "call the module once, or load its weights")
-        elif tensor.dtype not in CODES or tensor.dtype in FLOAT8 or tensor.is_complex():
-            problems.add(f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}", "use float32")
-        elif not is_plain or tensor.layout is not torch.strided:
-            description = tensor.layout if is_plain else type(tensor).__name__
-            problems.add(f"`{name}` is not a plain tensor ({description})", "use dense tensors of PyTorch")
-    problems.refuse()
-
-
-def _check_layer(name: str, layer: nn.Module, problems: Problems) -> None:
-    if isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-        for option in ("sparse", "max_norm", "scale_grad_by_freq"):
-            if value := getattr(layer, option):
-                problems.add(f"`{name}` has {option}={value}", f"create the embedding without `{option}`")
-    if layer.training and getattr(layer, "layerdrop", None):
-        problems.add(f"`{name}` drops layers at random (layerdrop={layer.layerdrop})", "set `layerdrop = 0.0`")
-    if ".nn.quantized" in type(layer).__module__ or isinstance(layer, torch.jit.ScriptModule):
-        description = "compiled by TorchScript" if isinstance(layer, torch.jit.ScriptModule) else "quantized"
-        problems.add(f"`{name}` is {description}", "pass the original module, whose weights can be trained")
-
-
-def _check_graph(model: Model, module: nn.Module, changed: Iterable[str]) -> None:
-    problems = Problems("the module")
-    suffixes = ("running_mean", "running_var", COUNTER)
-    expected = {f"{prefix}{suffix}" for prefix, _ in _normalizations(module) for suffix in suffixes}
-    for name in (name.removeprefix(_PREFIX) for name in changed):
-        if name not in expected:
-            problems.add(f"its forward pass changes the buffer `{name}`", "return it, and keep it in the loop")
-    if any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
-        problems.add(
-            "it draws random numbers other than for dropout",
-            "pass them as an input, or use `nn.Dropout` or stochastic depth in its usual form",
+def _freeze_others(native: NativeRun) -> None:
+    """Freeze parameters that the optimizer does not have."""
+    named = {id(parameter) for parameter in native.module.parameters()}
+    optimized = {id(parameter) for group in native.optimizer.param_groups for parameter in group["params"]}
+    if optimized - named:
+        raise UnsupportedError(
+            f"the optimizer has {len(optimized - named)} parameters that the module does not have",
+            hint="put them into one module: `nn.ModuleList([model, loss])`; "
+            f"for float32 copies use `{MasterWeights.__module__}.MasterWeights`",
         )
-    problems.refuse()
+    for parameter in native.module.parameters():
+        if id(parameter) not in optimized:
+            parameter.requires_grad_(False)
+
+
+def _read(
+    native: NativeRun, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None, updates: int | None
+) -> RunState:
+    parts, schedule = ErrorCollector(), None
+    with parts.collect():
+        is_ours = isinstance(native.module, OnnxModule)
+        model = native.module.to_model() if is_ours else capture_module(native.module, example_inputs, dynamic_shapes)
+    with parts.collect():
+        loss = read_objective(native.loss, native.summands)
+    with parts.collect():
+        schedule = read_schedule(native.scheduler, native.every) if native.scheduler is not None else None
+    named = dict(native.module.named_parameters())
+    if parts.errors:
+        with parts.collect():  # find further problems, of all parameters that had updates
+            begun = {id(p): name for name, p in named.items() if p in native.optimizer.state}
+            read_optimizer(native.optimizer, begun or {id(p): name for name, p in named.items()}, schedule)
+        parts.refuse()
+    edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
+    trained = {
+        id(parameter): name
+        for name, parameter in named.items()
+        if parameter.requires_grad and model.graph.initializers[name] in edges
+    }
+    if not trained:
+        raise nothing_learns()
+    groups, state, count = read_optimizer(native.optimizer, trained, schedule)
+    step = _step(native, count, updates)
+    is_half = any(parameter.dtype in HALVES and id(parameter) in trained for parameter in named.values())
+    _tag(model, native.optimizer, {id(p): name for name, p in named.items() if id(p) not in trained}, step)
+    return RunState(
+        model=model,
+        loss=loss,
+        groups=groups,
+        state=state,
+        step=step,
+        schedule=schedule.specs if schedule else (),
+        clip=native.clip,
+        statistics=native.module.statistics if isinstance(native.module, OnnxModule) else "sample",
+        recipe={"master_weights": any(key.endswith("/master") for key in state)} if is_half else {},
+    )
+
+
+def _step(native: NativeRun, count: int, updates: int | None) -> int:
+    """Return the number of updates, checked against the optimizer and the scheduler."""
+    if updates is None:
+        return count
+    counts = any("step" in state for state in native.optimizer.state.values())
+    unit = 1 if counts else native.every
+    if (counts or native.scheduler is not None) and updates // unit != count // unit:
+        raise UnsupportedError(
+            f"optimizer or scheduler count {count} updates, not {updates}",
+            hint="leave `updates` out, or correct `updates_per_epoch`",
+        )
+    return updates
+
+
+def _tag(model: Model, optimizer: Optimizer, idle: Mapping[int, str], step: int) -> None:
+    """Store what a training model has no field for and `to_torch` needs."""
+    for i, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) in idle:
+                model.graph.initializers[idle[id(parameter)]].metadata_props[GROUP] = str(i)
+    for value in batch_counters(model):
+        value.metadata_props[STEP] = str(step)
+
+
+# ---- wrappers --------------------------------------------------------------------------------------------------------
+# Accelerate and others wrap optimizers and schedulers. A wrapper is recognized by its structure,
+# so that its library need not be installed: it has no parameter groups, or is not a scheduler, but
+# has an attribute that does or is.
+
+
+def bare_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer inside of a wrapper that does nothing else, or the optimizer itself."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer) and "param_groups" not in vars(optimizer):
+        problems = Problems(f"the wrapper {type(optimizer).__name__} of the optimizer")
+        hint = "pass `optimizer.optimizer`, and do this in your training loop"
+        batches = getattr(getattr(optimizer, "gradient_state", None), "num_steps", 1)
+        if batches != 1:
+            problems.add(f"it accumulates the gradients of {batches} batches", hint)
+        if getattr(optimizer, "scaler", None) is not None:
+            problems.add("it scales the loss", hint)
+        problems.refuse()
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedError(
+            f"{optimizer!r} is not a PyTorch optimizer", hint="pass `torch.optim.AdamW(module.parameters())`"
+        )
+    return optimizer
+
+
+def bare_scheduler(scheduler: Any) -> Any:
+    """Return the scheduler inside of a wrapper, with the bare optimizer, or the scheduler itself."""
+    while not isinstance(scheduler, LRScheduler) and hasattr(scheduler, "scheduler"):
+        scheduler = scheduler.scheduler
+    optimizer = getattr(scheduler, "optimizer", None)
+    if not isinstance(optimizer, Optimizer) or (bare := bare_optimizer(optimizer)) is optimizer:
+        return scheduler
+    unwrapped = copy.copy(scheduler)
+    unwrapped.optimizer = bare
+    return unwrapped

@@ -28,8 +28,8 @@ from onward.errors import Error, UnsupportedError
 from onward.frameworks.program.trial import step_trial, try_out
 from onward.frameworks.torch.arguments import Flat, hollow_copy, tensors_of
 from onward.frameworks.torch.exporter import fault_of_example
-from onward.frameworks.torch.forward import LIVE, OnnxModule
 from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands
+from onward.frameworks.torch.module import LIVE, OnnxModule
 from onward.frameworks.torch.optimizer import ClipHook, clip_gradients, clipped_optimizer
 from onward.frameworks.torch.schedule import updates_per_step
 from onward.inspect import describe

@@ -17,8 +17,8 @@ from onward.errors import InvalidModelError, first_line
 from onward.frameworks.program.source_text import program_beside
 from onward.frameworks.run_files import compare, with_state
 from onward.frameworks.torch import TorchTraining, to_torch
-from onward.frameworks.torch.capture import COUNTER
-from onward.frameworks.torch.capture import STEP as STEP_TAG
+from onward.frameworks.torch.module_capture import COUNTER
+from onward.frameworks.torch.module_capture import STEP as STEP_TAG
 from onward.frameworks.torch.optimizer import read_optimizer
 from onward.frameworks.torch.probe import try_files
 from onward.frameworks.torch.program.source import state_of, write_program

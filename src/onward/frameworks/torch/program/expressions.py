@@ -15,7 +15,7 @@ from onward.frameworks.program.calls import ProgramStep, Value
 from onward.frameworks.program.printing import ATOM, SUM, UNARY, WIDE, Expression, Printer
 from onward.frameworks.program.source_text import number
 from onward.frameworks.torch.arguments import defaults_of
-from onward.frameworks.torch.forward import LIVE
+from onward.frameworks.torch.module import LIVE
 from onward.frameworks.torch.program.recording import TRAINING, WhileTraining
 
 _INFIX = {

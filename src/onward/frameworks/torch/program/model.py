@@ -16,7 +16,7 @@ from onward.frameworks.program.printing import LETTERS, Expression, FunctionWrit
 from onward.frameworks.program.source_text import Identifiers, identifier, literal, number, quote
 from onward.frameworks.torch import exact
 from onward.frameworks.torch.arguments import defaults_of
-from onward.frameworks.torch.forward import OnnxModule
+from onward.frameworks.torch.module import OnnxModule
 from onward.frameworks.torch.program.expressions import TorchPrinter
 from onward.frameworks.torch.program.layers import F_, Structure, layer_of
 from onward.frameworks.torch.program.operators import ForwardCalls, collapse

@@ -22,7 +22,7 @@ from onward.errors import Error, UnsupportedError, first_line
 from onward.frameworks.program.calls import ProgramStep, Value, without_unused
 from onward.frameworks.program.short_forms import slice_places
 from onward.frameworks.program.sizes import array_of, on_host
-from onward.frameworks.torch.forward import LIVE, OnnxModule
+from onward.frameworks.torch.module import LIVE, OnnxModule
 from onward.frameworks.torch.module_engine import Live, torch_momentum
 from onward.frameworks.torch.program import recurrent
 from onward.frameworks.torch.program.recording import Recorder, is_always_zero

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from onward.engines.torch.types import from_array
 from onward.errors import UnsupportedError
 from onward.frameworks.program.calls import ProgramStep, Value, map_argument
-from onward.frameworks.torch.forward import LIVE
+from onward.frameworks.torch.module import LIVE
 
 TRAINING = object()
 """Argument that stands for `self.training`."""

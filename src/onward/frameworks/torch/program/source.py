@@ -17,7 +17,7 @@ from onward.errors import UnsupportedError
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.source_bundle import SourceBundle
 from onward.frameworks.program.source_text import arrange_imports, break_lines, docstring, identifier, indent, quote
-from onward.frameworks.torch.forward import OnnxModule
+from onward.frameworks.torch.module import OnnxModule
 from onward.frameworks.torch.probe import try_module
 from onward.frameworks.torch.program.model import ClassWriter, ModelSource, argument_names
 from onward.frameworks.torch.program.operators import ForwardCalls, trace
