@@ -251,7 +251,7 @@ class TestTensorFlow:
 
     def test_recipes(self):
         call = self.call(lambda tf, y: y, optimizer=object())
-        refused(call, RecipeError, "is no text", hint="adamw")
+        refused(call, RecipeError, "is not a string or a mapping", hint="adamw")
         with pytest.raises(UnsupportedError, match="3 is not a function"):
             onward.from_tensorflow(3, self.X, loss="cross_entropy", optimizer="sgd")
 
