@@ -69,7 +69,7 @@ Data: TypeAlias = (
     str | os.PathLike[str] | Mapping[str, Any] | Iterable[Any] | Indexed | Callable[[], Iterable[Any]] | None
 )
 Validation: TypeAlias = float | Data
-OPENED.update((Named, Loss, Optimizer, Schedule, Teacher, Preprocess, Data, Validation))
+OPENED.update((Loss, Optimizer, Schedule, Teacher, Preprocess, Data, Validation))
 """Types that are not checked here, but where their values are opened."""
 
 Last = Literal["keep", "drop", "pad"]

@@ -535,6 +535,8 @@ def test_hyperparameters_of_schedules_and_clipping_are_in_the_file():
         ({"loss": "mse", "clip": "normal:1"}, "unknown gradient clipping `normal:1`"),
         ({"loss": "mse", "clip": "norm"}, "the limit of `clip=norm` is ``, which is not a number"),
         ({"loss": "mse", "loss_scale": "huge"}, "`loss_scale` is `huge`, which is not a number"),
+        ({"loss": "mse", "optimizer": "adam:lr=true"}, "`lr` of optimizer `adam` is `True`, which is not a number"),
+        ({"loss": "mse", "prune": True}, "`prune` is `True`, but must be a string or a mapping"),
         ({"loss": "mse", "init": "xaviar"}, "unknown initializer `xaviar`"),
         ({"loss": "mse:reduction=none"}, "not one number"),
         ({"loss": {"logit": "mse"}}, "no value `logit`"),

@@ -44,7 +44,7 @@ def parse(text: str | Mapping[str, Any] | Spec, functions: Mapping[str, Callable
         return text
     if isinstance(text, Mapping):
         if not isinstance(text.get("name"), str):
-            raise RecipeError(f"{dict(text)} has no name", hint='write `{"name": "adamw", "lr": 1e-3}`')
+            raise RecipeError(f"{dict(text)} has no name", hint='add one, as in `{"name": "adamw", "lr": 1e-3}`')
         # Numbers and arrays of numpy become Python's: options are compared, and written as JSON.
         plain = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in text.items()}
         return Spec(plain.pop("name"), plain)
@@ -150,7 +150,7 @@ def check_options(what: str, options: Mapping[str, Any], known: Mapping[str, Any
 def checked_number(what: str, value: Any, within: Range | None = None) -> float:
     """Convert an option, possibly a string, to a number in a range. `what` names it."""
     try:
-        number = float(value)
+        number = float("not a number" if isinstance(value, bool) else value)  # float(True) is 1.0
     except (TypeError, ValueError):
         raise RecipeError(f"{what} is `{value}`, which is not a number") from None
     if within is not None:
