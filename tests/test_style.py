@@ -29,8 +29,9 @@ BANNED = re.compile(
 )
 BRITISH = re.compile(
     r"\b\w*(?:behaviour|colour|favour|honour|neighbour|catalogue|artefact|licence|centre[sd]?\b|modell(?:ed|ing)|labell(?:ed|ing)"
-    r"|travell|(?:normal|optim|quant|real|initial|serial|general|parallel|token|regular|vector|organ|recogn)is(?:e|ed|es|ing|ation)\b"
-    r"|analys(?:e|ed|ing)\b)",
+    r"|travell|(?:normal|optim|quant|real|initial|serial|general|parallel|token|regular|vector|organ|recogn"
+    r"|orthogonal|minim|maxim|custom|summar|synchron|random|standard|categor|discret|symmetr|stabil)is(?:e|ed|es|ing|ation)\b"
+    r"|analys(?:e|ed|ing)\b|\bgrey\b)",
     re.IGNORECASE,
 )
 

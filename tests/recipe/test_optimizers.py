@@ -292,7 +292,7 @@ def test_lowering_refuses_what_is_not_an_optimizer_call() -> None:
 
 @contextlib.contextmanager
 def torch_in_float64() -> Iterator[None]:
-    """PyTorch keeps the mu_product of NAdam in its default type, and orthogonalises for Muon in bfloat16: not here."""
+    """PyTorch keeps the mu_product of NAdam in its default type, and orthogonalizes for Muon in bfloat16: not here."""
     import torch
     from torch.optim import _muon
 

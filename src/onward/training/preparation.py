@@ -320,9 +320,9 @@ def check_masks(
 def _shapes(value: ir.Value) -> list[tuple[int | None, ...]]:
     """Return the possible shapes of a sample: grayscale images may lack the channel axis."""
     form = form_of(value)
-    grey = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
+    gray = [dim for axis, dim in enumerate(form.dims) if axis != form.channels]
     is_grey = form.is_picture and form.dims[form.channels] in (None, 1)
-    return [form.dims, *([tuple(grey)] if is_grey else [])]
+    return [form.dims, *([tuple(gray)] if is_grey else [])]
 
 
 def _raw(binding: Binding, columns: Mapping[str, Column], dims: Sequence[int | None]) -> Raw:

@@ -19,7 +19,7 @@ REFUSED_OPTIMIZERS = {
     ),
     "SparseAdam": ("a training model has no sparse gradients", "use Adam, and `sparse=False` in embeddings"),
     "Muon": (
-        "PyTorch's Muon orthogonalises in bfloat16, a training model in the type of the parameter",
+        "PyTorch's Muon orthogonalizes in bfloat16, a training model in the type of the parameter",
         "use `onward.frameworks.torch.exact.Muon`, or another optimizer",
     ),
 }

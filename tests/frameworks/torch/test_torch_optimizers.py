@@ -311,7 +311,7 @@ def test_groups_of_several_optimizers(kinds: tuple[str, str]) -> None:
     [
         (torch.optim.LBFGS, "evaluates the model several times"),
         (torch.optim.SparseAdam, "no sparse gradients"),
-        (torch.optim.Muon, "orthogonalises in bfloat16"),
+        (torch.optim.Muon, "orthogonalizes in bfloat16"),
     ],
 )
 def test_refused_classes(make: Any, message: str) -> None:
