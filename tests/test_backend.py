@@ -99,8 +99,8 @@ def test_what_an_engine_lacks_is_refused_and_skipped():
         (lambda: prepare(TWO).run([X, X, None]), DataError, r"`b` has the shape \[2, 3\], not \[3\]; `c` is NoneType"),
         (lambda: prepare(TWO, engine="pytorch"), UnknownNameError, "unknown engine `pytorch`"),
         (lambda: for_engine("ort"), UnknownNameError, "unknown engine `ort`"),
-        (lambda: prepare(TWO, "TPU"), UnknownNameError, "no device `tpu`"),
-        (lambda: prepare(TWO, "CUDA", engine="numpy"), UnknownNameError, "no device `cuda`"),
+        (lambda: prepare(TWO, "TPU"), UnknownNameError, "unknown device `tpu`"),
+        (lambda: prepare(TWO, "CUDA", engine="numpy"), UnknownNameError, "unknown device `cuda`"),
         (lambda: prepare(TWO, fast=True), UnsupportedError, "no option `fast`"),
     ],
 )

@@ -33,6 +33,7 @@ from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto, helper, shape_inference
 from representatives import examples
 
+import onward
 from onward.checker import CODES, FAMILIES, Finding, Severity, check_proto, sandbox, standard, worker
 from onward.errors import UnknownNameError
 from onward.model.serde import fingerprint
@@ -64,7 +65,7 @@ def test_a_damage_is_found(damage: Damage) -> None:
 
 
 def test_every_code_has_a_damage() -> None:
-    elsewhere = {"OW109", "OW114"}  # tests of their own, below
+    elsewhere = {"OW109", "OW114", "OW134"}  # tests of their own, below
     elsewhere |= {"OW116", "OW801", "OW802", "OW803"}  # of files and runs: test_run_damage.py
     assert {damage.code for damage in DAMAGES} | elsewhere == CODES.keys()
     assert len(DAMAGES) >= 50
@@ -207,6 +208,21 @@ def test_external_data_that_is_not(tmp_path: Path, harm: Callable[[Path], object
     proto = with_external_weight(tmp_path)
     harm(tmp_path)
     assert serious(check_proto(proto, base_dir=tmp_path)) == {code}
+
+
+def test_a_data_file_that_another_program_has_changed(tmp_path: Path) -> None:
+    proto = with_external_weight(tmp_path)
+    onnx.save(proto, tmp_path / "first.onnx")
+    path = onward.load(tmp_path / "first.onnx").save(tmp_path / "second.onnx")
+    saved = onnx.load(path, load_external_data=False)
+    assert not check_proto(saved, base_dir=tmp_path)
+    data = tmp_path / "w.data"
+    data.write_bytes(bytes(64) + bytes(value ^ 1 for value in data.read_bytes()[64:]))
+    assert serious(check_proto(saved, base_dir=tmp_path)) == {"OW134"}
+    with pytest.raises(onward.Error, match=r"`w1` has changed in `w\.data` since the model was saved") as caught:
+        onward.load(path)
+    assert "--data data" in caught.value.hint
+    onward.load(tmp_path / "first.onnx")  # which never said how its data begin
 
 
 def test_external_data_behind_a_linked_folder(tmp_path: Path) -> None:

@@ -105,6 +105,21 @@ def test_into_a_training_model_and_out_again(folder: Path) -> None:
         assert all(pair.equal for pair in (*onward.diff("run.pt", other).tensors, *onward.diff("run.pt", other).slots))
 
 
+def test_a_loop_that_saves_over_its_checkpoint(folder: Path) -> None:
+    """A training model that reads tensors from a checkpoint is refused when another loop replaces the file."""
+    said = run("convert", "run.pt", *IMPORT, "-o", "run.onnx").stderr
+    assert "it reads tensors from run.pt: keep unchanged" in said
+    run("convert", "run.pt", *IMPORT, "-o", "copied.onnx", "--data", "data")
+    before = onward.load("copied.onnx").array("fc1.weight").copy()
+    digits = Digits()
+    digits.train(0, STEPS + MORE)
+    digits.save("run.pt")
+    message, hint = failed("describe", "run.onnx")
+    assert "has changed in `run.pt` since the model was saved" in message and "`--data data`" in hint
+    assert "OW134" in run("check", "run.onnx", code=1).stdout
+    assert np.array_equal(onward.load("copied.onnx").array("fc1.weight"), before)
+
+
 @pytest.mark.usefixtures("untried")
 def test_the_state_alone(folder: Path) -> None:
     run("convert", "run.pt", *IMPORT, "-o", "run.onnx")

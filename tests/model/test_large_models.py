@@ -30,7 +30,7 @@ from rich.console import Console
 from runs import digits, state
 
 import onward
-from onward.cli import files
+from onward.cli import output_files
 from onward.model import storage
 from onward.model.storage.files import Sink, report_writes_to
 
@@ -385,9 +385,9 @@ def test_commands_say_what_was_written_and_what_stayed(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     huge(tmp_path, 1)
     said = run("prepare", "huge.onnx", "--loss", "mse", "-o", "made.onnx").stdout
-    assert "made.data (512.0 MiB, 0 B on disk); tensors in huge.weights stay there" in said
+    assert "made.data (512.0 MiB, 0 B on disk); it reads tensors from huge.weights: keep unchanged" in said
     said = run("set", "made.onnx", "group0/lr=1").stderr
-    assert said.count("made.data") == 1 and "tensors in made.data and huge.weights stay there" in said
+    assert said.count("made.data") == 1 and "it reads tensors from made.data and huge.weights: keep unchanged" in said
     Path("elsewhere").mkdir()
     message, hint = failed("strip", "made.onnx", "-o", "elsewhere/plain.onnx", "--data", "overlay")
     assert "it cannot point at `w0`" in message and str(tmp_path) in hint
@@ -417,7 +417,7 @@ def test_who_looks_on_is_told_of_every_byte(tmp_path: Path) -> None:
 def test_a_person_sees_bytes_and_their_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr(files, "err", lambda: console)
-    with files.writing("writing m.onnx"):
+    monkeypatch.setattr(output_files, "err", lambda: console)
+    with output_files.writing("writing m.onnx"):
         onward.prepare(digits_mlp(4096), loss="cross_entropy").save(tmp_path / "m.onnx", data="data")
     assert "writing m.onnx" in screen.getvalue() and "MiB" in screen.getvalue() and "/s" in screen.getvalue()

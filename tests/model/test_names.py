@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import onward
 from onward.errors import RecipeError
-from onward.frameworks import files
+from onward.frameworks import run_files
 
 PLAIN = ("x", "w1", "b1", "h", "r", "w2", "b2", "y")
 BATCH = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
@@ -104,11 +104,11 @@ def test_training_has_names_of_its_own():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD)
-@pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in files.FRAMEWORKS])
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in run_files.FRAMEWORKS])
 def test_programs_have_odd_names(framework, kind, tmp_path: Path):
     training = onward.prepare(mlp(ODD[kind]), loss="cross_entropy", optimizer="adam:lr=0.1")
-    path = tmp_path / f"run{files.ENDINGS[framework]}"
-    files.write(training, framework, path)
-    back = files.restore(framework, path, training)
+    path = tmp_path / f"run{run_files.ENDINGS[framework]}"
+    run_files.write(training, framework, path)
+    back = run_files.restore(framework, path, training)
     for name in training.steps[0].update:
         np.testing.assert_array_equal(back.array(name), training.array(name))

@@ -145,7 +145,7 @@ def test_a_fixed_batch_of_one_that_must_remain():
     proto = exported(case, made(case), fixed=1)
     with pytest.raises(onward.Error, match="works for batches of 1 only") as caught:
         rebatch(proto)
-    assert "train it with batches of 1" in caught.value.hint
+    assert "`batch_size=1, accumulate=32`" in caught.value.hint
 
 
 @pytest.mark.slow("128")

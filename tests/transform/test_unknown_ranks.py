@@ -12,7 +12,7 @@ from marks import needs
 
 import onward
 from onward.errors import InvalidModelError, UnsupportedError
-from onward.frameworks import files
+from onward.frameworks import run_files
 
 RNG = np.random.default_rng(3)
 NETS = {
@@ -87,14 +87,14 @@ def test_who_needs_a_shape_says_of_what():
 
 
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in files.FRAMEWORKS])
+@pytest.mark.parametrize("framework", [pytest.param(name, marks=needs(name)) for name in run_files.FRAMEWORKS])
 def test_programs_want_to_know_shapes(framework, tmp_path: Path):
     proto, loss, shapes, _ = NETS["mlp"]
     training = onward.prepare(bare(proto), loss=loss, optimizer="sgd:lr=0.1")
-    path = tmp_path / f"run{files.ENDINGS[framework]}"
+    path = tmp_path / f"run{run_files.ENDINGS[framework]}"
     if framework != "jax":
         with pytest.raises(UnsupportedError, match="`image` has no shape") as caught:
-            files.write(training, framework, path)
+            run_files.write(training, framework, path)
         assert "onward.transform.declare" in caught.value.hint
         training = onward.transform.declare(training, shapes)
-    assert all(made.exists() for made in files.write(training, framework, path))
+    assert all(made.exists() for made in run_files.write(training, framework, path))

@@ -85,6 +85,7 @@ CODES: dict[str, Code] = {
     "OW131": _error("external data lies where it cannot be read, or must not", IR_DATA),
     "OW132": _error("external data is not as long as the tensor needs", IR_DATA),
     "OW133": _error("external data of two tensors overlaps", ONWARD),
+    "OW134": _error("external data in a file of another program has changed", ONWARD),
     "OW140": _error("a device configuration lacks its name or its devices, or is declared twice", COMMENT),
     "OW141": _error("a node names a device configuration that the model does not have", COMMENT),
     "OW142": _error("a sharding does not fit its tensor or the devices", COMMENT),

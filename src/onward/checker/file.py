@@ -1,5 +1,5 @@
 """Rules about the file: form (OW101 to OW108, OW115, OW116), operator sets (OW601 to OW605, OW616
-to OW618) and data of tensors (OW130 to OW133).
+to OW618) and data of tensors (OW130 to OW134).
 """
 
 from __future__ import annotations
@@ -154,6 +154,7 @@ _PAIRS = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)  # two numbers for one 
 _FAULTS = {
     "place": ("OW131", "keep external data in plain files in the model's own folder"),
     "size": ("OW132", "the file is cut off, or belongs to another model"),
+    "change": ("OW134", "make the model again from the new file, or restore the old one"),
     "overlap": ("OW133", "writing one tensor would change the other: give each its own bytes"),
 }
 

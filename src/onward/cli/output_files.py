@@ -64,7 +64,7 @@ class OutputFile:
         new = [file for file in data if file.parent == folder and file.name not in self._before]
         stay = [str(file) for file in data if file not in new]
         written = " and ".join([*(f"{file} ({_size(file)})" for file in [self.path, *new]), *map(str, others)])
-        return written + (f"; tensors in {' and '.join(stay)} stay there" if stay else "")
+        return written + (f"; it reads tensors from {' and '.join(stay)}: keep unchanged" if stay else "")
 
 
 def _size(file: Path) -> str:

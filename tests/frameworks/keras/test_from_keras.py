@@ -274,7 +274,7 @@ def test_a_network_that_comes_with_keras(name, optimizer, settings):
 
 
 @keras.saving.register_keras_serializable("tests")
-class Gated(layers.TorchLayer):
+class Gated(layers.Layer):
     """With weights, a layer and a constant of its own; in training it may compute something else, or draw."""
 
     def __init__(self, units, factor=1.0, rate=0.0, **options):
@@ -310,7 +310,7 @@ def test_layers_of_ones_own_are_traced():
     assert onward.check(training) == []
 
 
-class Partly(layers.TorchLayer):
+class Partly(layers.Layer):
     """Passes a gradient to its input, and none to its weight."""
 
     def build(self, shape):
@@ -338,7 +338,7 @@ def test_layers_of_ones_own_that_tracing_would_change_are_refused(options, reaso
 
 
 def test_a_layer_that_keras_cannot_copy_is_said():
-    class Times(layers.TorchLayer):
+    class Times(layers.Layer):
         def __init__(self, factor, **options):
             super().__init__(**options)
             self.factor = factor

@@ -6,8 +6,9 @@ import functools
 import os
 import re
 import stat
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,10 +68,41 @@ def add_checksums(proto: ModelProto, folder: Path, checksums: dict[Path, str]) -
             tensor.external_data.add(key="checksum", value=checksum)
 
 
+BORROWED = "onward.borrowed"
+"""Key of the record that a tensor in a file of another program has: see `record_borrowed`."""
+_SAMPLE = 4096  # bytes: enough to tell two sets of weights apart, and as quick to read as the name of the file
+
+
+def record_borrowed(proto: ModelProto, folder: Path, files: Set[Path]) -> None:
+    """Record how tensors in files of other programs begin, so that reading finds changed files."""
+    for tensor in walk_tensors(proto):
+        for index in reversed(range(len(tensor.metadata_props))):
+            if tensor.metadata_props[index].key == BORROWED:
+                del tensor.metadata_props[index]
+        if files and tensor.data_location == TensorProto.EXTERNAL:
+            location, start, stop = _reference(tensor)
+            if Path(os.path.realpath(folder / location)) in files:
+                tensor.metadata_props.add(key=BORROWED, value=_borrowed(folder, location, start, stop))
+
+
+def _borrowed(folder: PathLike, location: str, start: int, stop: int) -> str:
+    with open(Path(folder) / location, "rb") as file:
+        file.seek(start)
+        return f"crc32:{zlib.crc32(file.read(min(stop - start, _SAMPLE))):08x} {start} {location}"
+
+
+def _check_borrowed(tensor: TensorProto, base_dir: PathLike, location: str, start: int, stop: int) -> None:
+    """Raise if a file of another program has changed since the model was saved."""
+    recorded = next((entry.value for entry in tensor.metadata_props if entry.key == BORROWED), "")
+    # Other tools keep the record when they move a tensor: then it no longer applies.
+    if recorded.endswith(f" {start} {location}") and recorded != _borrowed(base_dir, location, start, stop):
+        raise Fault(f"has changed in `{_printable(location)}` since the model was saved", "change")
+
+
 class Fault(Exception):
     """A problem of a reference to external data, as the rest of a sentence about the tensor."""
 
-    def __init__(self, text: str, about: Literal["place", "size", "overlap"] = "place"):
+    def __init__(self, text: str, about: Literal["place", "size", "overlap", "change"] = "place"):
         super().__init__(text)
         self.about = about
 
@@ -107,6 +139,8 @@ def external_faults(
             if info is not None and stop > info.st_size:
                 text = f"ends at byte {stop} of `{_printable(location)}`, which has {info.st_size} bytes"
                 raise Fault(text, "size")
+            if info is not None and base_dir is not None:
+                _check_borrowed(tensor, base_dir, location, start, stop)
             if stop > start:  # tied weights share a range: one entry
                 file = os.path.normpath(location) if info is None else (info.st_dev, info.st_ino)
                 ranges[file].setdefault((start, stop), (name, f"(byte {start} of `{_printable(location)}`)"))
@@ -223,4 +257,6 @@ def _hint_for(problems: list[str]) -> str:
         return "pass the path of the model instead"
     if "does not exist" in text:
         return "put the data files into the folder of the model"
+    if "has changed in" in text:
+        return "make the model again from the new file, or restore the old one; `--data data` copies tensors"
     return "the files are damaged or malicious: download them again from a source that you trust"

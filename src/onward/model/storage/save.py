@@ -17,7 +17,14 @@ from onnx import ModelProto
 from onward.errors import ExternalDataError, InvalidModelError, WriteError
 from onward.model.storage.checksums import Range, checksum_entry, stored_ranges
 from onward.model.storage.data import Writers, is_own, spared_bytes, write_data
-from onward.model.storage.external import add_checksums, can_point_at, check_external, data_files, overlaps
+from onward.model.storage.external import (
+    add_checksums,
+    can_point_at,
+    check_external,
+    data_files,
+    overlaps,
+    record_borrowed,
+)
 from onward.model.storage.files import PathLike, listing, mentions, sync
 from onward.model.storage.opening import OUTSIDE_HINT, PROTO_LIMIT, read_proto
 from onward.model.storage.tensor_sites import (
@@ -95,7 +102,11 @@ def save(
         data = write_data(plan.written | moved, plan.suffix, target, transaction, shard_bytes, writers, ranges)
         future = plan.staying_tensors | plan.embedded | data
         with _holding({site: future[site] for site in tensors if site in future}):
-            payload, used = _serialise(to_proto(), target, old)
+            proto = to_proto()
+            places = [range_of(tensor) for tensor in plan.staying_tensors.values()]
+            files = {where[0] for where in places if where and not is_own(target, where[0])}
+            record_borrowed(proto, target.parent, files - (shared or set()))
+            payload, used = _serialise(proto, target, old)
         for name, others_ranges in writers.finish().items() if writers is not None else ():
             if ranges is not None:
                 ranges.setdefault(name, []).extend(others_ranges)
