@@ -100,7 +100,7 @@ def test_what_an_engine_lacks_is_refused_and_skipped():
         (lambda: prepare(TWO, engine="pytorch"), UnknownNameError, "unknown engine `pytorch`"),
         (lambda: for_engine("ort"), UnknownNameError, "unknown engine `ort`"),
         (lambda: prepare(TWO, "TPU"), UnknownNameError, "unknown device `tpu`"),
-        (lambda: prepare(TWO, "CUDA", engine="numpy"), UnknownNameError, "unknown device `cuda`"),
+        (lambda: prepare(TWO, "CUDA", engine="numpy"), UnknownNameError, "numpy has no device `cuda`"),
         (lambda: prepare(TWO, fast=True), UnsupportedError, "no option `fast`"),
     ],
 )
