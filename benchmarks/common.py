@@ -1,4 +1,4 @@
-"""What the benchmarks share: taking turns, a model of any size, and where results go."""
+"""Shared code of the benchmarks: measurements in turns, a model of any size, and storage of results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 
 
 def residual_mlp(layers: int, width: int) -> onnx.ModelProto:
-    """`4 * layers` nodes and `2 * layers` weights."""
+    """Return a chain of residual blocks, with `4 * layers` nodes and `2 * layers` weights."""
     rng = np.random.default_rng(0)
     nodes, weights, x = [], [], "x"
     for i in range(layers):
@@ -45,7 +45,7 @@ def residual_mlp(layers: int, width: int) -> onnx.ModelProto:
 
 
 def in_turns(**contenders: Callable[[], object]) -> dict[str, float]:
-    """The median time of each in seconds; they take turns, so that a noisy moment hits all."""
+    """Return the median seconds of each contender. They take turns, so that other load hits all of them."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(ROUNDS):
         for name, run in contenders.items():
@@ -56,26 +56,26 @@ def in_turns(**contenders: Callable[[], object]) -> dict[str, float]:
 
 
 def machine(threads: int) -> str:
-    """The processor, and how much of it is used."""
-    described = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*:\s*(.+)$", described.read_text(), re.MULTILINE) if described.exists() else None
-    name = found[1].strip() if found else platform.processor() or platform.machine()
+    """Return the name of the processor, with its numbers of threads in use and of cores."""
+    cpuinfo = Path("/proc/cpuinfo")
+    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    name = match[1].strip() if match else platform.processor() or platform.machine()
     return f"{name}, {threads} threads, {os.cpu_count()} cores"
 
 
-def kept(name: str) -> dict[str, Any]:
-    """What results.json has of a benchmark."""
+def read_results(name: str) -> dict[str, Any]:
+    """Return the results of a benchmark in results.json."""
     return json.loads(RESULTS.read_text()).get(name, {}) if RESULTS.exists() else {}
 
 
-def keep(results: dict[str, Any]) -> None:
-    """Put results beside those that results.json has already."""
+def write_results(results: dict[str, Any]) -> None:
+    """Merge results into results.json."""
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     record |= {"python": sys.version.split()[0], "machine": platform.machine(), "onnx": onnx.__version__, **results}
     RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def fill_in(name: str, text: str) -> None:
-    """Put a text between its marks in docs/benchmarks.md."""
+    """Replace the text between two marks in docs/benchmarks.md."""
     marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-    PAGE.write_text(marked.sub(lambda found: f"{found[1]}\n{text}\n\n{found[2]}", PAGE.read_text()))
+    PAGE.write_text(marked.sub(lambda match: f"{match[1]}\n{text}\n\n{match[2]}", PAGE.read_text()))

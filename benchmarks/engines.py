@@ -1,9 +1,9 @@
-"""Onward's engines on PyTorch, JAX and TensorFlow, each beside the same model written by hand for that framework.
+"""Measure the engines on PyTorch, JAX and TensorFlow against the same models written by hand.
 
-    python benchmarks/engines.py                 # all, as `make bench` does; the table goes to docs/benchmarks.md
-    python benchmarks/engines.py --quick --only mlp_adam         # only prints
+    python benchmarks/engines.py                 # all workloads; writes the table in docs/benchmarks.md
+    python benchmarks/engines.py --quick --only mlp_adam         # prints only
 
-The peers are those of training.py, compiled; the two of a framework take turns.
+The peers are the compiled ones of training.py. The two contenders of a framework take turns.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import fill_in, keep
+from common import fill_in, write_results
 from training_tables import milliseconds, ratio
 from workloads import SMALL, WORKLOADS, cores
 from workloads.contenders import ALL
 
-from training import measured, prepare
+from training import measure, prepare
 
 PAIRS = {"torch_compile": "onward_torch", "jax": "onward_jax", "tensorflow": "onward_tensorflow"}
 
@@ -34,20 +34,26 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(SMALL), metavar="WORKLOAD,...")
-    given = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="measure fewer rounds; write no results")
+    parser.add_argument(
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(SMALL),
+        metavar="WORKLOAD,...",
+        help="workloads to measure (default: all small ones)",
+    )
+    args = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
-    for name in given.only:
+    for name in args.only:
         results[name] = {}
         for peer, ours in PAIRS.items():
-            with tempfile.TemporaryDirectory() as place:
-                prepare(WORKLOADS[name], [], cores(), Path(place))
-                rounds = 2 if given.quick else None
-                results[name] |= measured(WORKLOADS[name], [peer, ours], cores(), Path(place), rounds=rounds)
+            with tempfile.TemporaryDirectory() as folder:
+                prepare(WORKLOADS[name], [], cores(), Path(folder))
+                rounds = 2 if args.quick else None
+                results[name] |= measure(WORKLOADS[name], [peer, ours], cores(), Path(folder), rounds=rounds)
         print(table({name: results[name]}), end="\n\n", flush=True)
-    if not given.quick and set(results) == set(SMALL):
-        keep({"engines": results})
+    if not args.quick and set(results) == set(SMALL):
+        write_results({"engines": results})
         fill_in("engines", table(results))
 
 

@@ -1,4 +1,4 @@
-"""How long differentiation takes, and how large its graphs are."""
+"""Measure the time of differentiation and the size of its graphs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import onward
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A model, and the gradients of its loss by all parameters. Constants are not counted as nodes."""
+    """Numbers of a model and of the gradient of its loss for all parameters. Nodes exclude constants."""
 
     name: str
     parameters: int
@@ -28,18 +28,18 @@ class Measured:
     backward: int
     seconds: float
     peer: float | None
-    """The time that torch takes to trace forward and backward of the same module into one graph."""
+    """Seconds that torch takes to trace the forward and backward pass of the same module into one graph."""
 
 
 def differentiating(folder: Path) -> list[dict[str, Any]]:
-    """Chains of growing length, for how time grows; and GPT-2 as PyTorch exports it."""
+    """Measure chains of growing length, which show how time grows, and GPT-2 as PyTorch exports it."""
     chains = [(f"residual MLP, {nodes:,} nodes", residual_mlp(nodes // 4, 4)) for nodes in (1_000, 10_000, 50_000)]
     measured = [_measured(name, proto, proto.graph.output[0].name) for name, proto in chains]
     return [dataclasses.asdict(row) for row in (*measured, *_gpt2(folder))]
 
 
 def _gpt2(folder: Path) -> Iterator[Measured]:
-    """The 124 million parameters of GPT-2, untrained, with the loss in the graph."""
+    """Measure GPT-2 with 124 million untrained parameters and the loss in the graph."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -53,7 +53,7 @@ def _gpt2(folder: Path) -> Iterator[Measured]:
             return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
     module = WithLoss().eval()
-    with torch.no_grad():  # the exporter takes equal tensors for one
+    with torch.no_grad():  # the exporter merges equal tensors
         for parameter in module.parameters():
             parameter.normal_(std=0.02)
     example = torch.zeros(2, 64, dtype=torch.int64)
@@ -84,9 +84,9 @@ def _traced_by_torch(module: Any, example: Any) -> float:
     captured = torch.export.export(module, (example, example)).module()
     parameters = dict(captured.named_parameters())
 
-    def loss(*given: Any) -> tuple[Any]:
-        weights = dict(zip(parameters, given[2:], strict=True))
-        return (torch.func.functional_call(captured, weights, given[:2]),)
+    def loss(*inputs: Any) -> tuple[Any]:
+        weights = dict(zip(parameters, inputs[2:], strict=True))
+        return (torch.func.functional_call(captured, weights, inputs[:2]),)
 
     start = time.perf_counter()
     with _quietly():
@@ -113,7 +113,7 @@ def _nodes(model: onward.Model) -> int:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings(), open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with warnings.catch_warnings(), open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         yield

@@ -1,4 +1,4 @@
-"""A lowered step on ONNX Runtime, by itself: what passes.py compares and hotspots.py looks into."""
+"""A lowered step on ONNX Runtime without the rest of the engine, for passes.py and hotspots.py."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from workloads.on_onward import training_model
 from onward.kernels import PASSES, library
 from onward.lowering.contract import contract_of
 from onward.lowering.runtime import for_onnxruntime
-from onward.lowering.step import Manner, lower_for_engine
+from onward.lowering.step import LoweringOptions, lower_for_engine
 
 
 class LoweredStep:
-    """The step of a workload as it is lowered now. Each call trains on the next batch, and returns the loss.
+    """The lowered step of a workload. Each call trains on the next batch and returns the loss.
 
-    Native kernels are in it unless they are turned off, as for engines.
+    The step has native kernels (default: yes), as in the engine.
     """
 
     def __init__(self, workload: Workload, folder: Path, options: ort.SessionOptions, *, kernels: bool = True):
         model = training_model(workload, folder)
         native = library().path if kernels else None
-        lowered = for_onnxruntime(lower_for_engine(model, manner=Manner(passes=PASSES if native is not None else None)))
+        lowering_options = LoweringOptions(passes=PASSES if native is not None else None)
+        lowered = for_onnxruntime(lower_for_engine(model, options=lowering_options))
         if native is not None:
             options.register_custom_ops_library(str(native))
         contract = contract_of(lowered)
@@ -33,7 +34,7 @@ class LoweredStep:
             node.name = node.output[0]
         self.nodes = len(proto.graph.node)
         self.content = proto.SerializeToString(deterministic=True)
-        path = folder / "lowered.onnx"  # beside the weights, to which those that are not trained still refer
+        path = folder / "lowered.onnx"  # beside the external data, to which frozen weights refer
         path.write_bytes(self.content)
         self.session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         stored = {value.name: value.const_value for value in model.initializers()}

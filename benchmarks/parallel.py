@@ -1,10 +1,11 @@
-"""Training in several processes, beside DDP and FSDP2 code written by hand: the time of a step, in turns.
+"""Measure steps in several processes against DDP and FSDP2 code written by hand.
 
-    python benchmarks/parallel.py                # two processes; the table goes to docs/benchmarks.md
-    python benchmarks/parallel.py --quick        # only prints
+    python benchmarks/parallel.py                # two processes; writes the table in docs/benchmarks.md
+    python benchmarks/parallel.py --quick        # prints only
 
-Every process has half of each batch and one thread. The code by hand is as PyTorch documents it: eager, with a
-fused optimizer. BatchNormalization has the statistics of each process on both sides.
+Each process has half of each batch and one thread. The hand-written code follows the documentation
+of PyTorch: eager, with a fused optimizer. BatchNormalization uses the statistics of its process on
+both sides. Contenders take turns.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import fill_in, keep
+from common import fill_in, write_results
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from workloads import WORKLOADS, Workload, on_onward, on_torch
@@ -43,19 +44,20 @@ Step = Callable[[], float]
 
 
 def share(workload: Workload) -> Workload:
+    """Return a workload with the batch size of one process."""
     return dataclasses.replace(workload, batch=workload.batch // PROCESSES)
 
 
 def by_hand(workload: Workload, folder: Path, strategy: str) -> Callable[[Any, Any], float]:
     module = on_torch.trainable_module(workload, folder)
     if strategy == "fsdp":
-        blocks = [part for part in module.modules() if isinstance(part, (Layer, Block))]
+        blocks = [block for block in module.modules() if isinstance(block, (Layer, Block))]
         for block in blocks:
             fully_shard(block)
         wrapped: Any = fully_shard(module)
     else:
         wrapped = DistributedDataParallel(module)
-    fused = strategy == "ddp" or workload.optimizer == "adamw"  # FSDP shards no other fused one
+    fused = strategy == "ddp" or workload.optimizer == "adamw"  # with FSDP, of the fused optimizers only AdamW works
     optimizer = on_torch.OPTIMIZERS[workload.optimizer](wrapped.parameters(), fused=fused or None, **workload.rates)
 
     def step(x: Any, labels: Any) -> float:
@@ -65,7 +67,7 @@ def by_hand(workload: Workload, folder: Path, strategy: str) -> Callable[[Any, A
         loss.backward()
         optimizer.step()
         total = loss.detach()
-        dist.all_reduce(total)  # a loss that is logged is that of all
+        dist.all_reduce(total)  # a training loop logs the loss of all processes
         return total.item() / PROCESSES
 
     return step
@@ -86,24 +88,24 @@ CONTENDERS: dict[str, Callable[[Workload, Path], Callable[[Any, Any], float]]] =
 
 
 def work(folder: Path) -> None:
-    """What a process does."""
+    """Measure all workloads in one process of a group."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    found = {name: time_all(WORKLOADS[name], folder / name) for name in NAMES}
+    results = {name: time_all(WORKLOADS[name], folder / name) for name in NAMES}
     if dist.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        (folder / "results.json").write_text(json.dumps(results))
     dist.barrier()
     os._exit(0)  # threads of gloo outlive the interpreter
 
 
 def time_all(workload: Workload, folder: Path) -> dict[str, float]:
-    rank, own = dist.get_rank(), share(workload).batch
-    batches = [(x[rank * own : (rank + 1) * own], y[rank * own : (rank + 1) * own]) for x, y in workload.batches()]
+    rank, size = dist.get_rank(), share(workload).batch
+    batches = [(x[rank * size : (rank + 1) * size], y[rank * size : (rank + 1) * size]) for x, y in workload.batches()]
     steps = {name: make(workload, folder) for name, make in CONTENDERS.items()}
     losses = {name: [step(*batch) for batch in batches] for name, step in steps.items()}
     first = next(iter(losses.values()))
-    for name, made in losses.items():
-        assert all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(made, first, strict=True)), (name, made, first)
+    for name, values in losses.items():
+        assert all(abs(a - b) <= TOLERANCE * abs(b) for a, b in zip(values, first, strict=True)), (name, values, first)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(ROUNDS):
         for name, step in steps.items():
@@ -115,11 +117,11 @@ def time_all(workload: Workload, folder: Path) -> dict[str, float]:
     return {name: statistics.median(measured) for name, measured in times.items()}
 
 
-def table(found: dict[str, dict[str, float]]) -> str:
-    lines = ["| | " + " | ".join(WORKLOADS[name].title for name in found) + " |", "|---" * (len(found) + 1) + "|"]
+def table(results: dict[str, dict[str, float]]) -> str:
+    lines = ["| | " + " | ".join(WORKLOADS[name].title for name in results) + " |", "|---" * (len(results) + 1) + "|"]
     for contender in CONTENDERS:
         cells = []
-        for times in found.values():
+        for times in results.values():
             peer = times["FSDP2 by hand" if "fsdp" in contender.lower() else "DDP by hand"]
             cells.append(f"{1e3 * times[contender]:.1f} ms ({times[contender] / peer:.2f})")
         lines.append(f"| {contender} | " + " | ".join(cells) + " |")
@@ -127,24 +129,26 @@ def table(found: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="print, and write nothing")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="print the table; write no results")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         work(options.worker)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         for name in NAMES:
             (folder / name).mkdir()
             export(share(WORKLOADS[name]), folder / name)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
-        subprocess.run([*command, __file__, "--worker", place], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        found = json.loads((folder / "found.json").read_text())
-    print(table(found))
+        subprocess.run(
+            [*command, __file__, "--worker", temporary], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        results = json.loads((folder / "results.json").read_text())
+    print(table(results))
     if not options.quick:
-        keep({"parallel": found})
-        fill_in("parallel", table(found))
+        write_results({"parallel": results})
+        fill_in("parallel", table(results))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What each way to make steps faster is worth: `python benchmarks/passes.py`, or `... lenet resnet`.
+"""Measure what each optimization of a step is worth: `python benchmarks/passes.py`, or `... lenet resnet`.
 
-A step is lowered as it is, and again without one of them at a time; all run in turns, in one process, on one thread,
-and what counts is the least processor time of a step. So other work on the machine disturbs little. There are three
-tables: of the plain graph; with `--kernels`, of native kernels, also in models that people fine-tune; and with
-`--layers`, of native kernels for layers that all these do not have, in small models. Columns are kept in results.json,
-and all that are there are written into docs/benchmarks.md.
+A step is lowered with all optimizations, and again without each one. All variants take turns in one
+process, on one thread. The result is the least CPU time of a step, which other load changes little.
+There are three tables: the plain graph; native kernels (`--kernels`), also in models that people
+fine-tune; and native kernels for rarer layers, in small models (`--layers`). Columns are stored in
+results.json, and all stored columns are written to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unittest import mock
 
 import onnx_ir as ir
 import onnxruntime as ort
-from common import fill_in, keep, kept
+from common import fill_in, read_results, write_results
 from lowered import LoweredStep
 from workloads import LARGE, LAYERS, SMALL, WORKLOADS, Workload
 
@@ -32,7 +32,7 @@ from onward.shapes import Dims, dims
 HERE = Path(__file__).parent
 ROUNDS = 15
 VARIED = ["mlp_adam", "lenet", "resnet", "gpt", "resnet18", "mobilenet", "vit", "distilbert", "gru", "lora"]
-"""What each kernel is looked for in."""
+"""Workloads in which each kernel is measured."""
 ALL = WORKLOADS | LAYERS
 TOLERANCE = 1e-3
 
@@ -46,7 +46,7 @@ def _nothing(*_: Any) -> None:
 
 
 Switch = Callable[[], AbstractContextManager[Any]]
-"""What turns something off as long as it lasts."""
+"""Maker of a context in which an optimization is off."""
 
 
 def _off(name: str, replacement: Any = _nothing) -> Switch:
@@ -54,13 +54,13 @@ def _off(name: str, replacement: Any = _nothing) -> Switch:
 
 
 def _no_rules(*operators: str) -> Switch:
-    """Derivatives of some operators as the plain graph has them."""
+    """Return a switch that makes the derivatives of some operators those of the plain graph."""
     others = {key: rule for key, rule in rules._RULES.items() if key[1] not in operators}
     return lambda: mock.patch.object(rules, "_RULES", others)
 
 
 def _no_conversions(*operators: str) -> Switch:
-    """Some operators in the order of channels that the model has."""
+    """Return a switch that leaves some operators in the layout of the model."""
     others = {name: convert for name, convert in channels_last._CONVERSIONS.items() if name not in operators}
     return lambda: mock.patch.object(channels_last, "_CONVERSIONS", others)
 
@@ -111,15 +111,20 @@ TABLES = {
     "kernels": (KERNELS, VARIED, True),
     "layers": (IN_LAYERS, list(LAYERS), True),
 }
-"""What is switched off, in which workloads, and whether there are native kernels."""
+"""Table -> what is switched off, the default workloads, and if native kernels are in use."""
 ALL_KERNELS = "any of them"
 
 
-def measured(workload: Workload, folder: Path, rounds: int, ways: dict[str, Switch], kernels: bool) -> dict[str, float]:
-    """The seconds of a step: `""` as it is, the others without one way, except those that change nothing for it."""
+def measure(
+    workload: Workload, folder: Path, rounds: int, switches: dict[str, Switch], kernels: bool
+) -> dict[str, float]:
+    """Return the CPU seconds of a step: `""` with all optimizations, the others without one.
+
+    Optimizations that do not change the graph of the workload are left out.
+    """
     subprocess.run([sys.executable, "-m", "workloads.on_torch.export", workload.name, folder], cwd=HERE, check=True)
     steps = {"": _step(workload, folder, kernels)}
-    for title, off in ways.items():
+    for title, off in switches.items():
         with off():
             step = _step(workload, folder, kernels)
         if step.content != steps[""].content:
@@ -130,7 +135,7 @@ def measured(workload: Workload, folder: Path, rounds: int, ways: dict[str, Swit
     least = dict.fromkeys(steps, float("inf"))
     for _ in range(rounds):
         for title, step in steps.items():
-            step()  # finds what others left in the caches
+            step()  # the first step finds the caches of another contender
             least[title] = min(least[title], *(_processor_time(step) for _ in range(3)))
     return least
 
@@ -143,7 +148,7 @@ def _step(workload: Workload, folder: Path, kernels: bool) -> LoweredStep:
 
 
 def _compare(steps: dict[str, LoweredStep]) -> None:
-    """All must do the same work."""
+    """Check that all steps do the same work: their losses agree."""
     for _ in range(5):
         expected, *others = (step() for step in steps.values())
         assert all(abs(loss - expected) <= TOLERANCE * abs(expected) for loss in others), (expected, others)
@@ -155,47 +160,52 @@ def _processor_time(call: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def table(results: dict[str, dict[str, float]], ways: Iterable[str]) -> str:
-    """By how much a step would be slower without."""
+def table(results: dict[str, dict[str, float]], rows: Iterable[str]) -> str:
+    """Return a table of how much slower a step is without each optimization."""
     titles = [ALL[name].title.split(", ") for name in results]
-    kinds = [", LoRA" if ALL[name].adapters else "" for name in results]
-    named = (f"{model}{kind}, {optimizer}" for (model, *_, optimizer), kind in zip(titles, kinds, strict=True))
+    suffixes = [", LoRA" if ALL[name].adapters else "" for name in results]
+    columns = (f"{model}{suffix}, {optimizer}" for (model, *_, optimizer), suffix in zip(titles, suffixes, strict=True))
     lines = [
-        f"| slower without | {' | '.join(named)} |",
+        f"| slower without | {' | '.join(columns)} |",
         "|---" * (len(results) + 1) + "|",
     ]
-    for title in ways:
+    for title in rows:
         cells = [_slower(times[title], times[""]) if title in times else "" for times in results.values()]
         lines.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def _slower(without: float, as_it_is: float) -> str:
-    return f"{without / as_it_is - 1:+.0%}"
+def _slower(without: float, complete: float) -> str:
+    return f"{without / complete - 1:+.0%}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument(
-        "workloads", nargs="*", metavar="WORKLOAD", help=f"some of {', '.join(ALL)}; else the usual ones"
+        "workloads",
+        nargs="*",
+        metavar="WORKLOAD",
+        help=f"workloads to measure, of {', '.join(ALL)} (default: those of the table)",
     )
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="with fewer it only prints")
-    parser.add_argument("--kernels", action="store_true", help="what native kernels are worth")
-    parser.add_argument("--layers", action="store_true", help="what those for rarer layers are worth")
-    given = parser.parse_args()
-    name = "layers" if given.layers else "kernels" if given.kernels else "passes"
-    ways, usual, kernels = TABLES[name]
-    rows = [*ways, *[ALL_KERNELS] * kernels]
-    for workload in given.workloads or usual:
+    parser.add_argument(
+        "--rounds", type=int, default=ROUNDS, help=f"rounds to measure; fewer write no results (default: {ROUNDS})"
+    )
+    parser.add_argument("--kernels", action="store_true", help="measure native kernels")
+    parser.add_argument("--layers", action="store_true", help="measure native kernels for rarer layers")
+    args = parser.parse_args()
+    name = "layers" if args.layers else "kernels" if args.kernels else "passes"
+    switches, defaults, kernels = TABLES[name]
+    rows = [*switches, *[ALL_KERNELS] * kernels]
+    for workload in args.workloads or defaults:
         with tempfile.TemporaryDirectory() as folder:
-            rounds = min(given.rounds, 3) if workload in LARGE else given.rounds
-            result = {workload: measured(ALL[workload], Path(folder), rounds, ways, kernels)}
+            rounds = min(args.rounds, 3) if workload in LARGE else args.rounds
+            result = {workload: measure(ALL[workload], Path(folder), rounds, switches, kernels)}
         print(table(result, rows), end="\n\n", flush=True)
-        if given.rounds >= ROUNDS:
-            keep({name: kept(name) | result})
-    if given.rounds >= ROUNDS:
-        known = kept(name)
-        fill_in(name, table({workload: known[workload] for workload in usual if workload in known}, rows))
+        if args.rounds >= ROUNDS:
+            write_results({name: read_results(name) | result})
+    if args.rounds >= ROUNDS:
+        stored = read_results(name)
+        fill_in(name, table({workload: stored[workload] for workload in defaults if workload in stored}, rows))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What `onward plan` says, beside what PyTorch is measured to take: memory of a step, and of a process that shards.
+"""Compare the memory that `onward plan` estimates with measurements in PyTorch: a step, and a process that shards.
 
     python benchmarks/planning.py                 # an MLP, a CNN with BatchNormalization and a GPT; two processes
     python benchmarks/planning.py gpt --no-processes
 
-On a GPU it is the peak of the allocator, with models that are large enough for it to matter; on a CPU the storages of
-all tensors are followed. The step is that of a user of `onward.to_torch`: forward, backward, an optimizer in place.
+On a GPU the peak of the allocator is measured, with models that are large enough for it to matter.
+On a CPU the storages of all tensors are counted. The step is that of `onward.to_torch`: forward and
+backward pass, and an in-place optimizer.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ CASES = {
 
 
 class Storages(TorchDispatchMode):
-    """Follows the memory of all tensors that operators make, as long as it lives."""
+    """Counter of the memory of all tensors that operators make, while it is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,15 +149,15 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)}
+        inputs = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves(args) if torch.is_tensor(t)}
         for tensor in torch.utils._pytree.tree_leaves(result):
             if torch.is_tensor(tensor):
-                self._follow(tensor.untyped_storage(), given)
+                self._follow(tensor.untyped_storage(), inputs)
         return result
 
-    def _follow(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+    def _follow(self, storage: torch.UntypedStorage, inputs: set[int]) -> None:
         key = storage._cdata
-        if key in self._seen or key in given or not storage.nbytes():
+        if key in self._seen or key in inputs or not storage.nbytes():
             return
         self._seen.add(key)
         self.now += storage.nbytes()
@@ -170,16 +171,18 @@ class Storages(TorchDispatchMode):
 
 class Measured(NamedTuple):
     state: int
-    kept: int
-    """More than before the forward pass, after it."""
+    saved: int
+    """Bytes that the forward pass leaves for the backward pass."""
     peak: int
-    """State and all, at the worst moment."""
+    """Bytes at the peak, with the state."""
 
 
-def measure(case: Case, training: onward.Model, *, precision: str | None = None, recompute: bool = False) -> Measured:
-    module, optimizer, _, loss_of = onward.to_torch(training, probe=False, blocks=recompute)
+def measure(
+    case: Case, training: onward.Model, *, precision: str | None = None, recompute_blocks: bool = False
+) -> Measured:
+    module, optimizer, _, loss_of = onward.to_torch(training, probe=False, blocks=recompute_blocks)
     module.to(DEVICE)
-    for block in module.repeated_blocks() if recompute else ():
+    for block in module.repeated_blocks() if recompute_blocks else ():
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     x, labels = (tensor.to(DEVICE) for tensor in case.batch())
     for group in optimizer.param_groups:
@@ -194,20 +197,20 @@ def measure(case: Case, training: onward.Model, *, precision: str | None = None,
         optimizer.step()
         optimizer.zero_grad()
 
-    step()  # from now on the optimizer has its state
+    step()  # the optimizer makes its state in the first step
     tensors = [*module.parameters(), *module.buffers()]
-    slots = [t for each in optimizer.state.values() for t in each.values() if torch.is_tensor(t) and t.numel() > 1]
+    slots = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.numel() > 1]
     state = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *slots])
-    given = sum(tensor.numel() * tensor.element_size() for tensor in (x, labels))
-    with watched() as memory:
+    batch = sum(tensor.numel() * tensor.element_size() for tensor in (x, labels))
+    with memory_counter() as memory:
         before = memory.now
         loss = forward()
-        kept = memory.now - before
+        saved = memory.now - before
         loss.backward()
         del loss
         optimizer.step()
         optimizer.zero_grad()
-    return Measured(state, kept, memory.peak - before + state + given)
+    return Measured(state, saved, memory.peak - before + state + batch)
 
 
 class _Allocator:
@@ -221,7 +224,7 @@ class _Allocator:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[Any]:
+def memory_counter() -> Iterator[Any]:
     if CUDA:
         torch.cuda.reset_peak_memory_stats()
         yield _Allocator()
@@ -234,7 +237,7 @@ def watched() -> Iterator[Any]:
 
 
 def sharded(rank: int, folder: str, results: Any) -> None:
-    """Parameters and state of the optimizer in one of two processes, in bytes."""
+    """Put the bytes of parameters and optimizer state of one of two processes into `results`."""
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     case, mesh = CASES["gpt"], init_device_mesh("cpu", (2,))
@@ -246,7 +249,7 @@ def sharded(rank: int, folder: str, results: Any) -> None:
     x, labels = case.batch()
     loss_of(module(x), labels).backward()
     optimizer.step()
-    slots = [t for each in optimizer.state.values() for t in each.values() if torch.is_tensor(t) and t.dim()]
+    slots = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
     local = [tensor.to_local() for tensor in [*module.parameters(), *slots]]
     results.put(sum(tensor.numel() * tensor.element_size() for tensor in local))
     dist.barrier()
@@ -260,38 +263,40 @@ def measure_processes(training: onward.Model, folder: Path) -> int:
     return max(results.get() for _ in range(2))
 
 
-def difference(said: float, found: float) -> str:
-    return f"{said / 2**20:10,.1f} {found / 2**20:10,.1f} {100 * (said / found - 1):+7.1f} %"
+def difference(planned: float, measured: float) -> str:
+    return f"{planned / 2**20:10,.1f} {measured / 2**20:10,.1f} {100 * (planned / measured - 1):+7.1f} %"
 
 
-WAYS: list[dict[str, Any]] = [{}, {"recompute": True}, {"precision": "bfloat16"}]
+VARIANTS: list[dict[str, Any]] = [{}, {"recompute_blocks": True}, {"precision": "bfloat16"}]
 
 
 def compare(name: str, training: onward.Model, options: dict[str, Any]) -> None:
     plan = onward.plan(training, **options)
-    memory, found = plan.estimates["ddp"].memory, measure(CASES[name], training, **options)
-    title = " ".join([name, *options])
-    kept = plan.model["kept_bytes_with_recompute" if options.get("recompute") else "kept_bytes"]
-    print(f"{title:14} parameters and state  {difference(memory.parameters + memory.state, found.state)}")
-    print(f"{title:14} kept for the way back {difference(kept, found.kept)}")
-    print(f"{title:14} peak of a step        {difference(memory.total, found.peak)}", flush=True)
+    memory, measured = plan.estimates["ddp"].memory, measure(CASES[name], training, **options)
+    title = " ".join([name, *(option.replace("_", " ") for option in options)])
+    saved = plan.model["kept_bytes_with_recompute" if options.get("recompute_blocks") else "kept_bytes"]
+    print(f"{title:20} parameters and state  {difference(memory.parameters + memory.state, measured.state)}")
+    print(f"{title:20} saved for backward    {difference(saved, measured.saved)}")
+    print(f"{title:20} peak of a step        {difference(memory.total, measured.peak)}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("cases", nargs="*", default=list(CASES), help=", ".join(CASES))
-    parser.add_argument("--no-processes", action="store_true", help="do not start any")
-    given = parser.parse_args()
-    print(f"{'on ' + (torch.cuda.get_device_name() if CUDA else 'the CPU'):36}    planned   measured  (MiB)")
-    for name in given.cases:
+    parser.add_argument(
+        "cases", nargs="*", default=list(CASES), help=f"models to measure, of {', '.join(CASES)} (default: all)"
+    )
+    parser.add_argument("--no-processes", action="store_true", help="skip the measurement in two processes")
+    args = parser.parse_args()
+    print(f"{'on ' + (torch.cuda.get_device_name() if CUDA else 'the CPU'):42}    planned   measured  (MiB)")
+    for name in args.cases:
         with tempfile.TemporaryDirectory() as folder:
             training = CASES[name].training_model(Path(folder))
-            for options in WAYS if name == "gpt" else WAYS[:1]:
+            for options in VARIANTS if name == "gpt" else VARIANTS[:1]:
                 compare(name, training, options)
-            if name == "gpt" and not given.no_processes:
+            if name == "gpt" and not args.no_processes:
                 half = onward.plan(training, devices=2, strategy="fsdp").estimates["fsdp"].memory
                 local = measure_processes(training, Path(folder))
-                print(f"{name:14} of a process, fsdp    {difference(half.parameters + half.state, local)}")
+                print(f"{name:20} one process, fsdp     {difference(half.parameters + half.state, local)}")
 
 
 if __name__ == "__main__":

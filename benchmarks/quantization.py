@@ -1,12 +1,12 @@
-"""Accuracy on scikit-learn's digits: of floating-point models, quantised after training, and trained as quantised.
+"""Measure accuracy on scikit-learn's digits: float models, quantized after training, and quantization-aware training.
 
-    python benchmarks/quantization.py             # prints the tables of docs/quantization.md; some minutes
-    python benchmarks/quantization.py --write     # and puts them there
+    python benchmarks/quantization.py             # prints the tables of docs/quantization.md, in minutes
+    python benchmarks/quantization.py --write     # writes them to the page, too
 
-Each number is the mean over ten seeds, which also divide the data, with the standard error of that mean. Models are
-measured in ONNX Runtime, as files. What is quantised after training by ONNX Runtime's own quantiser is calibrated on
-all training data, per channel, after the preparation that it asks for; with 4 bits, which it has not for all operators,
-by Onward's observers: `quantize=int4` and no epochs.
+Each number is the mean over ten seeds, which also split the data, with its standard error. Models
+run as files in ONNX Runtime. The quantizer of ONNX Runtime works per channel, calibrates on all
+training data, and gets the preprocessing that its documentation asks for. It lacks 4 bits for some
+operators, so these models use Onward's observers: `quantize=int4` and no epochs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Data = dict[str, np.ndarray]
 
 
 class Block(nn.Module):
-    """Attention with two heads, and two layers, each after a normalization."""
+    """Attention with two heads, and an MLP, each behind a LayerNorm."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -58,17 +58,17 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The rows of a picture as a sequence."""
+    """A transformer that reads the rows of an image as a sequence."""
 
     def __init__(self, times: int = 1):
         super().__init__()
         width = 16 * times
-        self.embed, self.place = nn.Linear(8, width), nn.Parameter(torch.randn(8, width) * 0.1)
+        self.embed, self.position = nn.Linear(8, width), nn.Parameter(torch.randn(8, width) * 0.1)
         self.blocks = nn.Sequential(Block(width), Block(width))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.head(self.norm(self.blocks(self.embed(image[:, 0]) + self.place)).mean(1))
+        return self.head(self.norm(self.blocks(self.embed(image[:, 0]) + self.position)).mean(1))
 
 
 def cnn(times: int = 1) -> nn.Module:
@@ -82,7 +82,7 @@ def cnn(times: int = 1) -> nn.Module:
 
 def mlp(times: int = 1) -> nn.Module:
     sizes = [64, *[24 * times] * 3]
-    layers = [part for a, b in itertools.pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    layers = [layer for a, b in itertools.pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], 10))
 
 
@@ -105,13 +105,13 @@ def split(seed: int) -> tuple[Data, Data]:
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images, labels = (digits.images[order, None] / 16).astype(np.float32), digits.target[order].astype(np.int64)
-    parts = (slice(TRAINING), slice(TRAINING, None))
-    training, test = ({"image": images[part], "label": labels[part]} for part in parts)
+    halves = (slice(TRAINING), slice(TRAINING, None))
+    training, test = ({"image": images[rows], "label": labels[rows]} for rows in halves)
     return training, test
 
 
 def accuracy(model: onward.Model, test: Data) -> float:
-    """Per cent that are right, in ONNX Runtime."""
+    """Return the accuracy of a model in ONNX Runtime, in percent."""
     options = ort.SessionOptions()
     options.log_severity_level, options.intra_op_num_threads = 3, 1
     file = model.to_proto().SerializeToString()
@@ -127,11 +127,11 @@ def trained(model: onward.Model, data: Data, epochs: int, lr: float, seed: int, 
             model, data, loss="cross_entropy", optimizer=f"adam:lr={lr}", schedule=f"cosine:steps={steps}", seed=seed,
             epochs=epochs, batch_size=BATCH, run=f"{folder}/run", quiet=True, threads=1, statistics=False, **recipe,
         )  # fmt: skip
-        return onward.load(run.last.to_proto())
+        return onward.load(run.load_last().to_proto())
 
 
 def by_onnxruntime(model: onward.Model, data: Data) -> onward.Model:
-    """Quantised after training by ONNX Runtime's own quantiser, to 8 bits."""
+    """Quantize a trained model to 8 bits with the quantizer of ONNX Runtime."""
 
     class Reader(CalibrationDataReader):
         batches = iter({"image": data["image"][i : i + 64]} for i in range(0, len(data["image"]), 64))
@@ -143,8 +143,8 @@ def by_onnxruntime(model: onward.Model, data: Data) -> onward.Model:
     with tempfile.TemporaryDirectory() as folder:
         model.save(f"{folder}/float.onnx")
         quant_pre_process(f"{folder}/float.onnx", f"{folder}/ready.onnx", skip_symbolic_shape=True)
-        kinds = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
-        quantize_static(f"{folder}/ready.onnx", f"{folder}/made.onnx", Reader(), per_channel=True, **kinds)
+        types = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8}
+        quantize_static(f"{folder}/ready.onnx", f"{folder}/made.onnx", Reader(), per_channel=True, **types)
         return onward.load(onward.load(f"{folder}/made.onnx").to_proto())
 
 
@@ -154,54 +154,56 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def results(kind: str, seed: int) -> Iterator[float]:
-    """Per cent that are right, in the order of the columns."""
+def results(name: str, seed: int) -> Iterator[float]:
+    """Yield accuracies in percent, in the order of the columns."""
     training, test = split(seed)
     torch.manual_seed(seed)
-    model = trained(exported(MODELS[kind]()), training, EPOCHS, RATE, seed)
+    model = trained(exported(MODELS[name]()), training, EPOCHS, RATE, seed)
     yield accuracy(model, test)
     yield accuracy(trained(model, training, MORE, RATE / 10, seed), test)
     yield accuracy(by_onnxruntime(model, training), test)
-    for spec, kinds in (("int8", ("moving",)), ("int4", ("moving", "lsq"))):
+    for spec, methods in (("int8", ("moving",)), ("int4", ("moving", "lsq"))):
         yield accuracy(trained(model, training, 0, RATE / 10, seed, quantize=spec), test)
-        for ranges in kinds:
-            made = trained(model, training, MORE, RATE / 10, seed, quantize=f"{spec}:ranges={ranges}")
-            yield accuracy(made, test)
+        for ranges in methods:
+            quantized = trained(model, training, MORE, RATE / 10, seed, quantize=f"{spec}:ranges={ranges}")
+            yield accuracy(quantized, test)
 
 
-def table(kinds: Sequence[str]) -> Iterator[str]:
+def table(names: Sequence[str]) -> Iterator[str]:
     yield f"| | {' | '.join(COLUMNS)} |"
     yield f"|---|{'---|' * len(COLUMNS)}"
-    for kind in kinds:
-        rows = [list(results(kind, seed)) for seed in SEEDS]
+    for name in names:
+        rows = [list(results(name, seed)) for seed in SEEDS]
         spread = [statistics.stdev(column) / len(rows) ** 0.5 for column in zip(*rows, strict=True)]
         means = [statistics.mean(column) for column in zip(*rows, strict=True)]
-        yield f"| {kind} | {' | '.join(f'{m:.2f} ± {s:.2f}' for m, s in zip(means, spread, strict=True))} |"
+        yield f"| {name} | {' | '.join(f'{m:.2f} ± {s:.2f}' for m, s in zip(means, spread, strict=True))} |"
 
 
 def sizes() -> Iterator[str]:
-    """How large files are: of larger models, as names and nodes take much of the room of small ones."""
+    """Yield a table of file sizes, of larger models: names and nodes are much of the size of small ones."""
     yield "| | float | `int8` | `int4` | `int4:block=32,activations=none` |"
     yield "|---|---|---|---|---|"
     data, _ = split(0)
-    for kind, make in MODELS.items():
+    for name, make in MODELS.items():
         model = exported(make(8))
-        made = [model, *(trained(model, data, 0, RATE, 0, quantize=spec) for spec in SPECS)]
-        kilobytes = [len(one.to_proto().SerializeToString()) / 1000 for one in made]
-        yield f"| {kind}, 8 times as wide | {' | '.join(f'{number:,.0f} kB' for number in kilobytes)} |"
+        models = [model, *(trained(model, data, 0, RATE, 0, quantize=spec) for spec in SPECS)]
+        kilobytes = [len(proto.SerializeToString()) / 1000 for proto in map(onward.Model.to_proto, models)]
+        yield f"| {name}, 8 times as wide | {' | '.join(f'{number:,.0f} kB' for number in kilobytes)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("models", nargs="*", default=list(MODELS), help="of the table of accuracies")
-    parser.add_argument("--write", action="store_true", help=f"put the tables into {PAGE.name}")
-    given = parser.parse_args()
-    for name, lines in (("sizes", sizes()), ("accuracy", table(given.models))):
+    parser.add_argument(
+        "models", nargs="*", default=list(MODELS), help="models in the table of accuracies (default: all)"
+    )
+    parser.add_argument("--write", action="store_true", help=f"write the tables to docs/{PAGE.name}")
+    args = parser.parse_args()
+    for name, lines in (("sizes", sizes()), ("accuracy", table(args.models))):
         text = []
         for line in lines:
             print(line, flush=True)
             text.append(line)
-        if given.write:
+        if args.write:
             begin, end = f"<!-- {name} -->\n", "\n<!-- end -->"
             before, _, rest = PAGE.read_text().partition(begin)
             PAGE.write_text(f"{before}{begin}\n{chr(10).join(text)}\n{end}{rest.partition(end)[2]}")

@@ -1,6 +1,6 @@
-"""Times as ratios against peers, measured in turns in one run: `make bench`.
+"""Measure work on models against peers, in turns: `make bench`.
 
-Results go to benchmarks/results.json, and the table of gradients to docs/benchmarks.md.
+Writes benchmarks/results.json, and the table of gradients in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from pathlib import Path
 
 import onnx
 import onnx_ir as ir
-from common import ROUNDS, fill_in, in_turns, keep, residual_mlp
+from common import ROUNDS, fill_in, in_turns, residual_mlp, write_results
 from gradients import differentiating, table
 
 import onward
 
 
 def reading_and_writing(folder: Path) -> dict[str, dict[str, float]]:
-    """A model of 64 MiB in one file, and the same with its weights outside."""
+    """Measure a model of 64 MiB in one file, and with its weights as external data."""
     proto = residual_mlp(64, 512)
     inside, outside = folder / "inside.onnx", folder / "outside.onnx"
     onnx.save(proto, inside)
@@ -33,7 +33,7 @@ def reading_and_writing(folder: Path) -> dict[str, dict[str, float]]:
         ),
         "write, 64 MiB outside": in_turns(
             onward=lambda: ours.save(folder / "ours.onnx", data="data"),
-            onnx=lambda: onnx.save(  # it moves the weights out of its argument, so each round needs another
+            onnx=lambda: onnx.save(  # moves the weights out of its argument: each round needs a copy
                 copies.pop(), folder / "peer.onnx", save_as_external_data=True, location="peer.bin"
             ),
         ),
@@ -41,7 +41,7 @@ def reading_and_writing(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def working_on_large_graphs() -> dict[str, dict[str, float]]:
-    """A graph of 4,000 nodes with 2,000 parameters."""
+    """Measure a graph of 4,000 nodes with 2,000 parameters."""
     proto = residual_mlp(1000, 8)
     model = onward.load(proto)
     training = onward.prepare(model, loss="mse", optimizer="adamw")
@@ -61,10 +61,10 @@ def main() -> None:
         results = reading_and_writing(Path(folder)) | working_on_large_graphs()
         gradients = differentiating(Path(folder))
     print(f"{'':26}{'onward':>10}   ratio to")
-    for what, times in results.items():
+    for title, times in results.items():
         peers = ", ".join(f"{name} {times['onward'] / t:.2f}" for name, t in times.items() if name != "onward")
-        print(f"{what:26}{times['onward'] * 1000:8.1f} ms   {peers}")
-    keep({"seconds": results, "gradients": gradients})
+        print(f"{title:26}{times['onward'] * 1000:8.1f} ms   {peers}")
+    write_results({"seconds": results, "gradients": gradients})
     fill_in("gradients", table(gradients))
 
 

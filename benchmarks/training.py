@@ -1,12 +1,13 @@
-"""Time, start and memory of training, against PyTorch, JAX and TensorFlow, all doing the same work.
+"""Measure time, start and memory of training against PyTorch, JAX and TensorFlow, all doing the same work.
 
-    python benchmarks/training.py                # all, as `make bench` does
-    python benchmarks/training.py --only vit,lora --threads 4 --folder made      # these rows, and sooner the next time
-    python benchmarks/training.py --quick --only mlp_adam,gpt --contenders onward,torch      # only prints
+    python benchmarks/training.py                # all workloads, as `make bench` does
+    python benchmarks/training.py --only vit,lora --threads 4 --folder cache     # some, with a cache
+    python benchmarks/training.py --quick --only mlp_adam,gpt --contenders onward,torch      # prints only
 
-Each contender is a process of its own that waits for its turn, so that no thread of one disturbs another. All start
-from the same weights and see the same batches, and before anything is timed their first losses must be the same.
-Rows are kept in results.json, and the tables of docs/benchmarks.md are written from all that are there.
+Each contender runs in a separate process and waits for its turn, so that no thread of one disturbs
+another. All start from the same weights and see the same batches. Before anything is timed, their
+first losses must agree. Rows are stored in results.json, and the tables of docs/benchmarks.md are
+written from all stored rows.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import fill_in, keep, kept, machine
+from common import fill_in, machine, read_results, write_results
 from training_tables import by_size, tables
 from workloads import SMALL, WEIGHTS, WORKLOADS, Workload, cores
 from workloads.contenders import ALL, CONTENDERS
 
 HERE = Path(__file__).parent
 ROUNDS = {True: 9, False: 5}
-"""For small models, and for others, whose steps are long enough to be alike."""
+"""Turns of small models, and of large ones, whose longer steps vary less."""
 STARTS, LONG_START = 3, 4.5
-"""How often a contender is started, unless that takes longer than so many seconds: the median counts."""
+"""Starts of a contender, of which the median counts; one start if it takes longer than these seconds."""
 COMPARED = 5
-"""Steps whose losses must agree."""
+"""First steps, whose losses must agree."""
 TOLERANCE = 1e-3
 
 
 class Worker:
-    """A contender that has done its first step."""
+    """A process of a contender, which has made its first step."""
 
     def __init__(self, workload: Workload, contender: str, folder: Path, threads: int):
         self.name = contender
@@ -50,7 +51,7 @@ class Worker:
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "2",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
-            "PYTHONDONTWRITEBYTECODE": "",  # Onward runs from its sources, all others as installed, which compiles
+            "PYTHONDONTWRITEBYTECODE": "",  # caches Onward's bytecode, as installed packages have it
         }
         command = [sys.executable, "-m", "workloads.worker", workload.name, contender, folder, str(threads)]
         start = time.perf_counter()
@@ -69,11 +70,11 @@ class Worker:
         self.losses: list[float] = first["losses"]
         self.memory = 0
         self.rounds: list[float] = []
-        """The median step of each turn."""
+        """Median seconds of a step, for each turn."""
         self.fastest = float("inf")
 
     def train(self, steps: int) -> list[float]:
-        """The seconds of each step."""
+        """Train, and return the seconds of each step."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{steps}\n")
         self._process.stdin.flush()
@@ -95,9 +96,9 @@ class Worker:
 
 
 def prepare(workload: Workload, contenders: list[str], threads: int, folder: Path) -> None:
-    """Write what all start from, unless that was done before, and start once those whose next start is not alike.
+    """Write model and weights, if they are missing, and warm up contenders whose first start is slower.
 
-    Then files are in memory, and torch.compile finds what it has compiled. Where starts are long only that matters.
+    A first start fills the page cache and the disk cache of torch.compile. For large models only the latter matters.
     """
     if (folder / WEIGHTS).exists():
         return
@@ -109,7 +110,7 @@ def prepare(workload: Workload, contenders: list[str], threads: int, folder: Pat
 
 
 def start(workload: Workload, contender: str, folder: Path, threads: int) -> Worker:
-    """A contender that knows how long it takes to start."""
+    """Return a worker with the median time of its starts."""
     worker = Worker(workload, contender, folder, threads)
     starts = [worker.start]
     while len(starts) < STARTS and min(starts) < LONG_START:
@@ -120,10 +121,10 @@ def start(workload: Workload, contender: str, folder: Path, threads: int) -> Wor
     return worker
 
 
-def measured(
+def measure(
     workload: Workload, contenders: list[str], threads: int, folder: Path, *, rounds: int | None = None
 ) -> dict[str, Any]:
-    """What each contender needs: the seconds of a step in each turn, those until the first is done, and bytes."""
+    """Return for each contender the seconds per step of each turn, the seconds to the first step, and the memory."""
     workers = [start(workload, name, folder, threads) for name in contenders]
     try:
         for worker in workers:
@@ -148,7 +149,7 @@ def measured(
 
 
 def _take_turn(worker: Worker, steps: int, *, warms_up: bool) -> None:
-    """The first step finds what others left in the caches, which counts where steps are short."""
+    """Train one turn. The first step is not counted if steps are short: it finds the caches of another contender."""
     seconds = worker.train(steps + warms_up)
     worker.rounds.append(statistics.median(seconds[warms_up:]))
     worker.fastest = min(worker.fastest, *seconds)
@@ -160,33 +161,45 @@ def _compare(workload: Workload, workers: list[Worker]) -> None:
         for i, (a, b) in enumerate(zip(worker.losses, expected, strict=True)):
             if not abs(a - b) <= TOLERANCE * abs(b):
                 raise SystemExit(
-                    f"{workload.name}: loss {i} of {worker.name} is {a:.6g}, of {workers[0].name} {b:.6g}: other work"
+                    f"{workload.name}: loss {i} of {worker.name} is {a:.6g}, that of {workers[0].name} is {b:.6g}"
                 )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; prints, and writes nothing")
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(WORKLOADS), metavar="WORKLOAD,...")
+    parser.add_argument("--quick", action="store_true", help="measure fewer rounds; write no results")
     parser.add_argument(
-        "--contenders", type=lambda text: text.split(","), default=list(CONTENDERS), metavar="CONTENDER,..."
+        "--only",
+        type=lambda text: text.split(","),
+        default=list(WORKLOADS),
+        metavar="WORKLOAD,...",
+        help="workloads to measure (default: all)",
     )
-    parser.add_argument("--threads", type=int, default=cores(), help="all cores unless given")
-    parser.add_argument("--folder", type=Path, help="where exported and compiled models stay for the next time")
-    given = parser.parse_args()
-    for name in given.only:
+    parser.add_argument(
+        "--contenders",
+        type=lambda text: text.split(","),
+        default=list(CONTENDERS),
+        metavar="CONTENDER,...",
+        help="contenders to measure (default: all)",
+    )
+    parser.add_argument("--threads", type=int, default=cores(), help="threads of each contender (default: all cores)")
+    parser.add_argument(
+        "--folder", type=Path, help="folder that keeps exported models and compiled code for the next run"
+    )
+    args = parser.parse_args()
+    for name in args.only:
         workload = WORKLOADS[name]
-        contenders = [contender for contender in given.contenders if ALL[contender].takes(workload)]
-        with tempfile.TemporaryDirectory() as place:
-            folder = (given.folder or Path(place)).resolve() / name
-            prepare(workload, contenders, given.threads, folder)
-            row = measured(workload, contenders, given.threads, folder, rounds=2 if given.quick else None)
-        result = {name: {"on": machine(given.threads), "contenders": row}}
+        contenders = [contender for contender in args.contenders if ALL[contender].takes(workload)]
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (args.folder or Path(temporary)).resolve() / name
+            prepare(workload, contenders, args.threads, folder)
+            row = measure(workload, contenders, args.threads, folder, rounds=2 if args.quick else None)
+        result = {name: {"on": machine(args.threads), "contenders": row}}
         print(tables(result), end="\n\n", flush=True)
-        if not given.quick:
-            keep({"training": kept("training") | result})
-    if not given.quick:
-        for mark, results in by_size(kept("training")).items():
+        if not args.quick:
+            write_results({"training": read_results("training") | result})
+    if not args.quick:
+        for mark, results in by_size(read_results("training")).items():
             fill_in(mark, tables(results))
 
 

@@ -1,4 +1,4 @@
-"""The tables of the benchmark of training, from what it has measured."""
+"""Tables of the benchmark of training."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from workloads.contenders import CONTENDERS
 BASE, OWN = "torch", "onward"
 
 Rows = dict[str, Any]
-"""By contender."""
+"""Contender -> results."""
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Of workloads by name, each with the machine that it was measured `on`, and its `contenders`."""
+    """Return the tables of workloads, each with the machine that it was measured `on`, and its `contenders`."""
     rows = {name: result["contenders"] for name, result in results.items()}
     return "\n\n".join(
         [
@@ -31,18 +31,18 @@ def tables(results: dict[str, Any]) -> str:
 
 
 def by_size(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Small models and large ones, each in its order, by the mark of their place on the page."""
+    """Return the results of small and of large models, by the mark of their table on the page."""
     marks = {"training": SMALL, "training of large models": LARGE}
     return {mark: {name: results[name] for name in workloads if name in results} for mark, workloads in marks.items()}
 
 
 def ratio(row: dict[str, Any], base: dict[str, Any]) -> float:
-    """Turn by turn, so that what the machine does meanwhile counts for both."""
+    """Return the median ratio of two contenders over turns, in which other load on the machine cancels."""
     return statistics.median(a / b for a, b in zip(row["rounds"], base["rounds"], strict=True))
 
 
 def milliseconds(row: dict[str, Any]) -> float:
-    """Of a step."""
+    """Return the median milliseconds of a step."""
     return 1e3 * statistics.median(row["rounds"])
 
 
@@ -52,30 +52,30 @@ def _machines(results: dict[str, Any]) -> str:
         models.setdefault(result["on"], []).append(WORKLOADS[name].title.partition(",")[0])
     if len(models) == 1:
         return f"On {next(iter(models))}."
-    return "\n".join(f"- {', '.join(some)}: on {machine}." for machine, some in models.items())
+    return "\n".join(f"- {', '.join(titles)}: on {machine}." for machine, titles in models.items())
 
 
 def _table(
     results: dict[str, Rows],
-    what: str,
-    shown: Callable[[dict[str, Any], Rows], str],
+    title: str,
+    cell: Callable[[dict[str, Any], Rows], str],
     last: dict[str, Callable[[Rows], str]] | None = None,
 ) -> str:
-    """What is shown of a contender, who may be missing, and of all in the last columns."""
+    """Return a table with a column per contender, empty where it did not run, and columns of all at the end."""
     last = last or {}
     names = [name for name in CONTENDERS if any(name in rows for rows in results.values())]
-    titles = [what, *(CONTENDERS[name].title for name in names), *last]
+    titles = [title, *(CONTENDERS[name].title for name in names), *last]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for workload, rows in results.items():
-        cells = [shown(rows[name], rows) if name in rows else "" for name in names]
+        cells = [cell(rows[name], rows) if name in rows else "" for name in names]
         cells += [of_all(rows) for of_all in last.values()]
         lines.append(f"| {' | '.join([WORKLOADS[workload].title, *cells])} |")
     return "\n".join(lines)
 
 
 def _step(row: dict[str, Any], rows: Rows) -> str:
-    compared = f" ({ratio(row, rows[BASE]):.2f})" if BASE in rows else ""
-    return f"{milliseconds(row):.2f}{compared}"
+    comparison = f" ({ratio(row, rows[BASE]):.2f})" if BASE in rows else ""
+    return f"{milliseconds(row):.2f}{comparison}"
 
 
 def _to_best(rows: Rows) -> str:

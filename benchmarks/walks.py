@@ -1,10 +1,10 @@
-"""Count what one call goes through: source files, functions, conversions to protobuf, clones, walks for names.
+"""Count the work of one call: source files, functions, conversions to protobuf, clones, walks for names.
 
-    python benchmarks/walks.py              # all calls, each beside its targets
-    python benchmarks/walks.py train        # one of them
+    python benchmarks/walks.py              # all calls, with their targets
+    python benchmarks/walks.py train        # one call
 
-Each call runs twice on a model of two layers, and the second run is counted with `sys.setprofile`, so that imports and
-caches do not count. A figure above its target is marked with `!`.
+Each call runs twice on a model of two layers, and the second run is counted with `sys.setprofile`,
+so that imports and caches do not count. A figure above its target is marked with `!`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COUNTED = {
 
 
 def count(call: Callable[[], object]) -> dict[str, int]:
-    """Return how many files and functions of Onward a call visits, and how often it calls what is expensive."""
+    """Return the numbers of files and functions of Onward that a call visits, and of its expensive calls."""
     files, functions = set(), set()
     calls: Counter[str] = Counter()
 
@@ -59,12 +59,15 @@ def count(call: Callable[[], object]) -> dict[str, int]:
         call()
     finally:
         sys.setprofile(None)
-    expensive = {name: sum(calls[place] for place in places.split()) for name, places in _COUNTED.items()}
+    expensive = {
+        name: sum(calls[function] for function in functions_of_name.split())
+        for name, functions_of_name in _COUNTED.items()
+    }
     return {"files": len(files), "functions": len(functions), **expensive}
 
 
 def calls_in(folder: Path) -> dict[str, Callable[[], object]]:
-    """Return the calls that are counted, on models and data in a folder."""
+    """Return the calls to count, with models and data in a folder."""
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).eval()
     x, model, data = torch.randn(4, 8), folder / "model.onnx", folder / "data.npz"
     torch.onnx.export(
@@ -95,11 +98,11 @@ def calls_in(folder: Path) -> dict[str, Callable[[], object]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Count the files and functions that a call visits.")
     parser.add_argument("calls", nargs="*", choices=[*TARGETS, []], help="which calls to count (default: all)")
-    wanted = parser.parse_args().calls or list(TARGETS)
+    names = parser.parse_args().calls or list(TARGETS)
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as folder:
         calls = calls_in(Path(folder))
-        for name in wanted:
+        for name in names:
             calls[name]()
             counts = count(calls[name])
             shown = [_shown(what, number, TARGETS[name].get(what)) for what, number in counts.items()]

@@ -1,9 +1,9 @@
-"""The main job on a small model: train it, look at the run, and use what came out.
+"""Train a small model, report on the run, and use the trained model.
 
     make demo
 
-A classifier of 8x8 digits, written as an exporter writes it, is trained on scikit-learn's digits with nothing but the
-`onnxruntime` wheel. Everything it writes is in examples/out/.
+Trains a classifier on scikit-learn's 8x8 digits, with the `onnxruntime` wheel alone. Outputs are in
+examples/out/.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def main() -> None:
     model, data, test = OUT / "digits.onnx", OUT / "digits.npz", OUT / "test.npz"
     trained, run = OUT / "digits-trained.onnx", OUT / "run"
 
-    step("a network without any training, and data")
+    step("write an untrained model and data")
     onnx.save(classifier(), model)
     write_data(data, test)
     before = accuracy(model, test)
-    say(f"accuracy on {shown(test)} before: {before:.1%}")
+    say(f"accuracy on {shown(test)} before training: {before:.1%}")
 
     step(
         "train it",
         f"onward train {shown(model)} --data {shown(data)} --validation 0.1 --loss cross_entropy \\",
         f"    --optimizer adam:lr=3e-3 --epochs 15 --run {shown(run)} -o {shown(trained)}",
     )
-    made = onward.train(
+    result = onward.train(
         model,
         data,
         validation=0.1,
@@ -49,24 +49,24 @@ def main() -> None:
         epochs=15,
         run=run,
     )
-    made.load_best().save(trained)
+    result.load_best().save(trained)
 
-    step("look at the run", f"onward report {shown(run)}")
+    step("report on the run", f"onward report {shown(run)}")
     page = onward.report(run)
     say(f"wrote {shown(Path(page))}")
 
-    step("plain ONNX Runtime runs what came out")
+    step("run the trained model in plain ONNX Runtime")
     after = accuracy(trained, test)
-    claimed = max(event["accuracy"] for event in made.read_log() if event["event"] == "validation")
-    say(f"accuracy on {shown(test)} after: {after:.1%} (on the validation data the run says {claimed:.1%})")
+    validation = max(event["accuracy"] for event in result.read_log() if event["event"] == "validation")
+    say(f"accuracy on {shown(test)} after training: {after:.1%} (on validation data: {validation:.1%})")
     nodes = [[node.op_type for node in onnx.load(file).graph.node] for file in (model, trained)]
-    say(f"the graph is as it was: {nodes[0] == nodes[1]}")
+    say(f"same operators in the graph: {nodes[0] == nodes[1]}")
     if after < 0.9 or nodes[0] != nodes[1]:
         sys.exit(1)
 
 
 def classifier(hidden: int = 64) -> onnx.ModelProto:
-    """image [N, 64] -> fc1 -> Relu -> fc2 -> logits [N, 10]"""
+    """Return an untrained model: image [N, 64] -> fc1 -> Relu -> fc2 -> logits [N, 10]."""
     rng = np.random.default_rng(0)
     weights = {
         "fc1.weight": rng.normal(0, np.sqrt(2 / 64), (hidden, 64)),
@@ -94,13 +94,13 @@ def write_data(data: Path, test: Path) -> None:
     images, labels = (digits.data[order] / 16).astype(np.float32), digits.target[order]
     np.savez(data, image=images[300:], labels=labels[300:])
     np.savez(test, image=images[:300], labels=labels[:300])
-    say(f"{shown(data)}: {len(labels) - 300:,} digits; {shown(test)}: 300 others")
+    say(f"{shown(data)}: {len(labels) - 300:,} digits; {shown(test)}: 300 other digits")
 
 
 def accuracy(model: Path, data: Path) -> float:
-    given = np.load(data)
-    logits = ort.InferenceSession(model).run(["logits"], {"image": given["image"]})[0]
-    return float((logits.argmax(1) == given["labels"]).mean())
+    samples = np.load(data)
+    logits = ort.InferenceSession(model).run(["logits"], {"image": samples["image"]})[0]
+    return float((logits.argmax(1) == samples["labels"]).mean())
 
 
 def step(title: str, *commands: str) -> None:

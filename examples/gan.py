@@ -1,10 +1,10 @@
-"""A GAN in one ONNX file: two training steps that take turns, on scikit-learn's digits.
+"""Train a GAN in one ONNX file: two alternating training steps, on scikit-learn's digits.
 
     python examples/gan.py
 
-The inference graph holds both networks. The step `discriminator` learns to tell digits from what the generator makes,
-and runs twice while the step `generator` runs once. Everything is in out/gan.onnx; out/samples.png shows what the
-generator makes after a while.
+The inference graph holds both networks. The step `discriminator` learns to tell real digits from
+generated ones. It runs twice for each run of the step `generator`. Writes the training model,
+out/gan.onnx, and generated digits, out/samples.png.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Gan(nn.Module):
         )
 
     def forward(self, z: torch.Tensor, digit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        made = self.generator(z)
-        return made, self.discriminator(made), self.discriminator(digit)
+        generated = self.generator(z)
+        return generated, self.discriminator(generated), self.discriminator(digit)
 
 
 def exported() -> onward.Model:
-    """Both networks as one ONNX model."""
+    """Return both networks as one ONNX model."""
     torch.manual_seed(0)
     examples = (torch.zeros(2, LATENT), torch.zeros(2, SIZE * SIZE))
     program = torch.onnx.export(
         Gan().eval(),
         examples,
         input_names=["z", "digit"],
-        output_names=["made", "score_of_made", "score_of_digit"],
+        output_names=["generated", "score_of_generated", "score_of_digit"],
         dynamic_shapes=({0: "batch"}, {0: "batch"}),
         verbose=False,
     )
@@ -56,11 +56,11 @@ def exported() -> onward.Model:
 
 
 def prepared(model: onward.Model, rate: float = 5e-4) -> onward.Model:
-    """The training model: a step for each network."""
+    """Return the training model, with a step for each network."""
     adam = f"adam:lr={rate},beta1=0.5"
     model = onward.prepare(
         model,
-        loss=["score_of_made=bce_with_logits:constant=0", "score_of_digit=bce_with_logits:constant=1"],
+        loss=["score_of_generated=bce_with_logits:constant=0", "score_of_digit=bce_with_logits:constant=1"],
         trainable="discriminator.*",
         optimizer=adam,
         name="discriminator",
@@ -68,7 +68,7 @@ def prepared(model: onward.Model, rate: float = 5e-4) -> onward.Model:
     )
     return onward.prepare(
         model,
-        loss="score_of_made=bce_with_logits:constant=1",
+        loss="score_of_generated=bce_with_logits:constant=1",
         trainable="generator.*",
         optimizer=adam,
         name="generator",
@@ -77,36 +77,38 @@ def prepared(model: onward.Model, rate: float = 5e-4) -> onward.Model:
 
 
 def digits() -> dict[str, np.ndarray]:
-    """Pictures of digits, from -1 to 1, as the generator makes them."""
+    """Return images of digits with pixels from -1 to 1, the range of the generator."""
     return {"digit": (load_digits().data / 8 - 1).astype(np.float32)}
 
 
 def samples(model: onward.Model, count: int) -> np.ndarray:
-    """What the generator makes, as pictures."""
+    """Return images from the generator."""
     z = np.random.default_rng(0).standard_normal((count, LATENT), np.float32)
-    run = onward.engines.function(onward.transform.extract(model, inputs=["z"], outputs=["made"]), engine="onnxruntime")
-    return run({"z": z})["made"].reshape(-1, SIZE, SIZE)
+    generate = onward.engines.function(
+        onward.transform.extract(model, inputs=["z"], outputs=["generated"]), engine="onnxruntime"
+    )
+    return generate({"z": z})["generated"].reshape(-1, SIZE, SIZE)
 
 
-def sheet(pictures: np.ndarray, columns: int = 12, scale: int = 6) -> np.ndarray:
-    """Pictures side by side, as the pixels of one."""
-    bordered = np.pad(pictures, [(0, 0), (1, 1), (1, 1)], constant_values=-1)
+def sheet(images: np.ndarray, columns: int = 12, scale: int = 6) -> np.ndarray:
+    """Return images side by side, as one image of bytes."""
+    bordered = np.pad(images, [(0, 0), (1, 1), (1, 1)], constant_values=-1)
     rows = [np.hstack(list(bordered[i : i + columns])) for i in range(0, len(bordered), columns)]
     return (127.5 * (1 + np.vstack(rows))).astype(np.uint8).repeat(scale, 0).repeat(scale, 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=400)
-    given = parser.parse_args()
+    parser.add_argument("--epochs", type=int, default=400, help="epochs to train (default: 400)")
+    args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     gan = prepared(exported())
     gan.save(OUT / "gan.onnx")
-    run = onward.train(OUT / "gan.onnx", digits(), noise={"z": "normal"}, epochs=given.epochs, batch_size=64)
+    run = onward.train(OUT / "gan.onnx", digits(), noise={"z": "normal"}, epochs=args.epochs, batch_size=64)
     from PIL import Image
 
     Image.fromarray(sheet(samples(run.load_last(), 48))).save(OUT / "samples.png")
-    print(f"{OUT / 'samples.png'} shows what it makes")
+    print(f"wrote {OUT / 'samples.png'}: generated digits")
 
 
 if __name__ == "__main__":

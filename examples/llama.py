@@ -1,9 +1,9 @@
-"""A model of the shape of Llama as an .onnx file of nodes alone: its weights are named, and nowhere.
+"""Write a model with the shapes of Llama as an .onnx file without weight data.
 
     python examples/llama.py 7b 70b       # llama-7b.onnx and llama-70b.onnx, in seconds
 
-For `onward plan`, which needs shapes and types. Blocks are as PyTorch exports them: normalisation, rotation of queries
-and keys, and attention in terms of simple operators.
+For `onward plan`, which needs shapes and types only. Blocks are made of basic operators, as PyTorch
+exports them: normalization, rotary embedding and attention.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Size:
     layers: int
     heads: int
     groups: int
-    """Heads of keys and values, which several of queries share."""
+    """Heads of keys and values, shared by several heads of queries."""
     words: int = 32000
 
 
@@ -41,7 +41,7 @@ class _Graph:
         self._at = 0
 
     def weight(self, name: str, *dims: int) -> str:
-        """A tensor that is somewhere else."""
+        """Add an initializer with external data that does not exist."""
         tensor = TensorProto(name=name, dims=dims, data_type=self.type, data_location=TensorProto.EXTERNAL)
         length = helper.tensor_dtype_to_np_dtype(self.type).itemsize
         for dim in dims:
@@ -65,9 +65,9 @@ class _Graph:
 
     def add(self, operator: str, *inputs: str, outputs: int = 1, **attributes: object) -> str:
         name = f"{operator}_{len(self.nodes)}"
-        made = [name] if outputs == 1 else [f"{name}_{i}" for i in range(outputs)]
-        self.nodes.append(helper.make_node(operator, inputs, made, name=name, **attributes))
-        return made[0]
+        names = [name] if outputs == 1 else [f"{name}_{i}" for i in range(outputs)]
+        self.nodes.append(helper.make_node(operator, inputs, names, name=name, **attributes))
+        return names[0]
 
     def linear(self, name: str, x: str, inputs: int, outputs: int) -> str:
         return self.add("MatMul", x, self.weight(f"{name}.weight", inputs, outputs))
@@ -78,14 +78,14 @@ class _Graph:
         return self.add("Mul", self.add("Mul", x, scale), self.weight(f"{name}.weight", self.size.width))
 
     def rotate(self, x: str, cos: str, sin: str, half: int) -> str:
-        """Turn pairs of numbers of each head, by angles that grow with the position."""
+        """Apply the rotary embedding: rotate pairs of numbers of each head by an angle that grows with the position."""
         first = self.add("Slice", x, self.ints(0), self.ints(half), self.ints(3))
         second = self.add("Slice", x, self.ints(half), self.ints(2 * half), self.ints(3))
-        turned = self.add("Concat", self.add("Neg", second), first, axis=3)
-        return self.add("Add", self.add("Mul", x, cos), self.add("Mul", turned, sin))
+        rotated = self.add("Concat", self.add("Neg", second), first, axis=3)
+        return self.add("Add", self.add("Mul", x, cos), self.add("Mul", rotated, sin))
 
     def heads(self, x: str, count: int, width: int) -> str:
-        """[N, T, count * width] as [N, count, T, width]."""
+        """Split heads: [N, T, count * width] to [N, count, T, width]."""
         return self.add("Transpose", self.add("Reshape", x, self.ints(0, 0, count, width)), perm=[0, 2, 1, 3])
 
     def attention(self, name: str, x: str, cos: str, sin: str) -> str:
@@ -99,13 +99,13 @@ class _Graph:
             k, v = self.repeat(k), self.repeat(v)
         scores = self.add("MatMul", q, self.add("Transpose", k, perm=[0, 1, 3, 2]))
         scaled = self.add("Mul", scores, self.number(head**-0.5))
-        seen = self.add("Softmax", self.add("Add", scaled, "mask"), axis=-1)
-        mixed = self.add("Transpose", self.add("MatMul", seen, v), perm=[0, 2, 1, 3])
+        weights = self.add("Softmax", self.add("Add", scaled, "mask"), axis=-1)
+        mixed = self.add("Transpose", self.add("MatMul", weights, v), perm=[0, 2, 1, 3])
         joined = self.add("Reshape", mixed, self.ints(0, 0, size.width))
         return self.linear(f"{name}.o_proj", joined, size.width, size.width)
 
     def repeat(self, x: str) -> str:
-        """Each head of keys and values for all heads of queries that share it."""
+        """Repeat each head of keys and values for all heads of queries that share it."""
         size = self.size
         head = size.width // size.heads
         wide = self.add("Unsqueeze", x, self.ints(2))
@@ -121,7 +121,7 @@ class _Graph:
 
 
 def llama(size: Size, type_: int = TensorProto.BFLOAT16) -> onnx.ModelProto:
-    """(tokens, cos, sin, mask) -> logits."""
+    """Return the model (tokens, cos, sin, mask) -> logits."""
     graph = _Graph(size, type_)
     x = graph.add("Gather", graph.weight("model.embed_tokens.weight", size.words, size.width), "tokens")
     for i in range(size.layers):
@@ -138,10 +138,10 @@ def llama(size: Size, type_: int = TensorProto.BFLOAT16) -> onnx.ModelProto:
         helper.make_tensor_value_info("mask", type_, ["T", "T"]),
     ]
     outputs = [helper.make_tensor_value_info("logits", type_, ["N", "T", size.words])]
-    made = helper.make_graph(graph.nodes, "llama", inputs, outputs, graph.tensors)
-    return helper.make_model(made, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
+    proto = helper.make_graph(graph.nodes, "llama", inputs, outputs, graph.tensors)
+    return helper.make_model(proto, ir_version=10, opset_imports=[helper.make_opsetid("", 21)])
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or SIZES:
-        onnx.save(llama(SIZES[chosen]), f"llama-{chosen}.onnx")
+    for name in sys.argv[1:] or SIZES:
+        onnx.save(llama(SIZES[name]), f"llama-{name}.onnx")

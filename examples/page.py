@@ -1,9 +1,9 @@
-"""A page that trains a classifier of handwritten digits in the browser.
+"""Write a page that trains a classifier of handwritten digits in the browser.
 
     make page
     python -m http.server -d build/page
 
-The folder is complete: any static server, or a host of static pages, serves it.
+Any static web server can serve the folder.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OUT = Path(__file__).resolve().parent.parent / "build" / "page"
 def main() -> None:
     digits = load_digits()
     data = {"image": (digits.data / 16).astype("float32"), "labels": digits.target}
-    made = onward.page(
+    page = onward.page(
         classifier(),
         data,
         loss="cross_entropy",
@@ -30,9 +30,9 @@ def main() -> None:
         title="Handwritten digits",
         output=OUT,
     )
-    where = made.path.relative_to(Path.cwd()) if made.path.is_relative_to(Path.cwd()) else made.path
-    print(f"wrote {where}: a browser loads {made.loaded / 1e6:.1f} MB")
-    print(f"to open it: python -m http.server -d {where}, then http://localhost:8000")
+    folder = page.path.relative_to(Path.cwd()) if page.path.is_relative_to(Path.cwd()) else page.path
+    print(f"wrote {folder}: a browser loads {page.loaded / 1e6:.1f} MB")
+    print(f"to open it: python -m http.server -d {folder}, then http://localhost:8000")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The models of the GPU benchmarks, as PyTorch's users write them; the same modules are exported for Onward."""
+"""Models of the GPU benchmarks in idiomatic PyTorch. The same modules are exported for Onward."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Layer(nn.Module):
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         n, length, _ = x.shape
-        q, k, v = (part.view(n, length, HEADS, -1).transpose(1, 2) for part in self.qkv(x).split(WIDTH, 2))
+        q, k, v = (x.view(n, length, HEADS, -1).transpose(1, 2) for x in self.qkv(x).split(WIDTH, 2))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(n, length, WIDTH)
 
 
 class GPT2(nn.Module):
-    """The 124 million parameters of GPT-2, whose head is its embedding."""
+    """GPT-2 with 124 million parameters, whose head shares the weights of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class MLP(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions, the middle one at a quarter of the width, and a way around them."""
+    """Three convolutions, the first two at a quarter of the width, and a residual connection."""
 
     def __init__(self, before: int, width: int, stride: int):
         super().__init__()

@@ -1,9 +1,10 @@
-"""Training on one GPU: Onward's torch and jax engines beside PyTorch as its users write it, in turns, in one run.
+"""Measure training on one GPU: the engines torch and jax against idiomatic PyTorch, in turns, in one run.
 
     python benchmarks/gpu/run.py gpt2 mlp resnet50 --json results.json
 
-Needs a CUDA build of torch and, for the jax engine, of jax; onnxscript to export. Prints milliseconds a step, the
-ratio to torch.compile, and the peak of memory; a contender that fails is shown with the reason.
+Needs a CUDA build of torch, one of jax for the jax engine, and onnxscript for the export. Prints
+milliseconds per step, the ratio to torch.compile, and peak memory. A contender that fails is listed
+with the reason.
 """
 
 from __future__ import annotations
@@ -61,20 +62,20 @@ WORKLOADS = {
 
 
 def by_torch(work: Workload, module: nn.Module, *, compiled: bool) -> Step:
-    """As a good user writes it: fused optimizer, autocast, channels last."""
+    """Return a step in idiomatic, fast PyTorch: fused optimizer, autocast, channels last."""
     module = module.cuda().train()
     x, labels = work.batch()
     if work.channels_last:
         module, x = module.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "momentum": torch.optim.SGD}
-    optimizer = kinds[work.optimizer](module.parameters(), fused=True, **work.options)
+    classes = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "momentum": torch.optim.SGD}
+    optimizer = classes[work.optimizer](module.parameters(), fused=True, **work.options)
 
     def loss_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16, enabled=work.precision == "bfloat16"):
             logits = module(x)
             return F.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
-    torch.compiler.reset()  # or what another workload has compiled would make the shapes of this one unknown
+    torch.compiler.reset()  # else shapes of an earlier workload make these dynamic
     compute = torch.compile(loss_of) if compiled else loss_of
 
     def step() -> torch.Tensor:
@@ -88,7 +89,7 @@ def by_torch(work: Workload, module: nn.Module, *, compiled: bool) -> Step:
 
 
 def by_cuda_graph(work: Workload, module: nn.Module) -> Step:
-    """The whole step captured once and replayed: what is left when launching kernels costs more than running them."""
+    """Return the whole step as a CUDA graph, for models whose kernels take less time than their launch."""
     module = module.cuda().train()
     x, labels = work.batch()
     optimizer = torch.optim.Adam(module.parameters(), capturable=True, fused=True, **work.options)
@@ -110,7 +111,7 @@ def by_cuda_graph(work: Workload, module: nn.Module) -> Step:
     with torch.cuda.graph(graph):
         loss = step()
 
-    def replay(reads: Any = (step, x, labels)) -> torch.Tensor:  # memory that a graph reads must not be given back
+    def replay(reads: Any = (step, x, labels)) -> torch.Tensor:  # keeps the memory that the graph reads
         graph.replay()
         return loss
 
@@ -133,7 +134,7 @@ def by_onward(work: Workload, file: Path, engine: str) -> Step:
 
 
 def export(work: Workload, module: nn.Module, file: Path) -> None:
-    """As a user would: the exporter's own defaults, but for what would fold trainable weights."""
+    """Export a module with the defaults of the exporter, without optimizations that fold trainable weights."""
     x, _ = work.batch()
     module.cpu().train(work.module is ResNet50)
     torch.onnx.export(
@@ -142,13 +143,13 @@ def export(work: Workload, module: nn.Module, file: Path) -> None:
 
 
 def finished(result: Any) -> float:
-    """The loss, once all that was asked for is done."""
+    """Return the loss, after all work on the GPU has finished."""
     loss = float(np.asarray(result["loss"])) if not isinstance(result, torch.Tensor) else float(result)
     torch.cuda.synchronize()
     return loss
 
 
-def measure(name: str, work: Workload, wanted: list[str], rounds: int) -> dict[str, Any]:
+def measure(name: str, work: Workload, names: list[str], rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     original = work.module()
     state = {key: tensor.clone() for key, tensor in original.state_dict().items()}
@@ -168,13 +169,13 @@ def measure(name: str, work: Workload, wanted: list[str], rounds: int) -> dict[s
             "onward torch": lambda: by_onward(work, file, "torch"),
             "onward jax": lambda: by_onward(work, file, "jax"),
         }
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         steps: dict[str, Step] = {}
         for contender, make in contenders.items():
-            if wanted and contender not in wanted:
+            if names and contender not in names:
                 continue
-            found[contender] = first(contender, make, steps)
-            print(f"{name}: {contender}: {found[contender]}", flush=True)
+            results[contender] = first(contender, make, steps)
+            print(f"{name}: {contender}: {results[contender]}", flush=True)
     times: dict[str, list[float]] = {contender: [] for contender in steps}
     for _ in range(rounds):
         for contender, step in steps.items():
@@ -185,12 +186,12 @@ def measure(name: str, work: Workload, wanted: list[str], rounds: int) -> dict[s
             finished(result)
             times[contender].append((time.perf_counter() - start) / work.steps * 1e3)
     for contender, values in times.items():
-        found[contender]["ms"] = statistics.median(values)
-    return found
+        results[contender]["ms"] = statistics.median(values)
+    return results
 
 
 def first(contender: str, make: Callable[[], Step], steps: dict[str, Step]) -> dict[str, Any]:
-    """Set a contender up and run it: when its first step ends, its first losses, its memory."""
+    """Set up a contender; return the seconds to its first step, its first losses and its peak memory."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     start = time.perf_counter()
@@ -214,24 +215,29 @@ def first(contender: str, make: Callable[[], Step], steps: dict[str, Step]) -> d
 
 
 def peak_of_jax() -> int:
-    """Since the process began."""
+    """Return the peak of memory since the start of the process, in bytes."""
     import jax
 
     return int((jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", default=list(WORKLOADS), help="of " + ", ".join(WORKLOADS))
-    parser.add_argument("--contenders", nargs="*", default=[], help="all unless given")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write results there")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "workloads",
+        nargs="*",
+        default=list(WORKLOADS),
+        help=f"workloads to measure, of {', '.join(WORKLOADS)} (default: all)",
+    )
+    parser.add_argument("--contenders", nargs="*", default=[], help="contenders to measure (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds to measure (default: 5)")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     results = {name: measure(name, WORKLOADS[name], options.contenders, options.rounds) for name in options.workloads}
-    for name, found in results.items():
-        peer = found.get("torch.compile", {}).get("ms")
+    for name, rows in results.items():
+        peer = rows.get("torch.compile", {}).get("ms")
         print(f"\n{name}, on {torch.cuda.get_device_name()}")
-        for contender, row in found.items():
+        for contender, row in rows.items():
             if "ms" not in row:
                 print(f"  {contender:15} {row.get('failed', 'not measured')}")
                 continue

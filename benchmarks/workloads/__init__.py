@@ -1,11 +1,11 @@
-"""What the benchmark of training trains: models, batches and optimizers, said once for all frameworks.
+"""Workloads of the training benchmark: models, batches and optimizers, defined once for all frameworks.
 
-Each framework has a folder here, with the models hand-written as its users write them, and a function
+Each framework has a folder here, with hand-written idiomatic models and a function
 
     load(workload, folder, threads, **variant) -> step,    step(x, labels) -> loss
 
-whose models start from the weights in `folder`, which `on_torch/export.py` writes. Nothing here imports a framework:
-what a worker imports is part of what is measured.
+whose models start from the weights in `folder`, which `on_torch/export.py` writes. This module
+imports no framework: the imports of a worker are part of the measurement.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 from workloads.architectures import CLASSES, DISTILBERT, GPT, IMAGES, ITEMS, LORA, TAGGER, WORDS, Adapters
 
 BATCHES = 4
-"""Batches that are trained on in turn. The first returns among the compared steps, to show what was learned."""
+"""Batches that repeat. The compared steps see the first batch twice, so they depend on updates, too."""
 
 Batch = tuple[np.ndarray, np.ndarray]
 Step = Callable[[np.ndarray, np.ndarray], float]
-"""A training step for a batch: it returns the loss when the step is done."""
+"""A function (x, labels) -> loss that makes one update, and returns when it is done."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Workload:
     model: str
     optimizer: str
     rates: Mapping[str, float]
-    """Numbers of the optimizer, as PyTorch calls them."""
+    """Hyperparameters of the optimizer, with the names of PyTorch."""
     batch: int
     steps: int
-    """How many steps of a turn count."""
+    """Steps of a turn that are timed."""
     trained: tuple[str, ...] = ("*",)
-    """Patterns of the weights that are trained. A BatchNorm2d that is not keeps its statistics."""
+    """Patterns of trainable weights. A frozen BatchNorm2d keeps its statistics."""
     adapters: Adapters | None = None
 
     def trains(self, name: str) -> bool:
         return any(fnmatch(name, pattern) for pattern in self.trained)
 
     def batches(self) -> list[Batch]:
-        """The same for all: images are [N, C, H, W]."""
+        """Return the batches, the same for all contenders. Images are [N, C, H, W]."""
         rng = np.random.default_rng(1)
         return [self._batch(rng) for _ in range(BATCHES)]
 
@@ -65,8 +65,8 @@ class Workload:
             x = rng.integers(0, DISTILBERT.vocabulary, (self.batch, DISTILBERT.length))
         else:
             x = rng.standard_normal((self.batch, *IMAGES[self.model]), np.float32)
-        places = x.shape[:2] if self.model == "talking_heads" else self.batch
-        return x, rng.integers(0, CLASSES[self.model], places)
+        shape = x.shape[:2] if self.model == "talking_heads" else self.batch
+        return x, rng.integers(0, CLASSES[self.model], shape)
 
 
 _MOMENTUM, _ADAMW = {"lr": 0.05, "momentum": 0.9}, {"lr": 1e-3, "weight_decay": 0.01}
@@ -108,7 +108,7 @@ _LARGE = [
 ]
 SMALL = {workload.name: workload for workload in _SMALL}
 LARGE = {workload.name: workload for workload in _LARGE}
-"""Models that people fine-tune, in their real sizes."""
+"""Models that people fine-tune, in real sizes."""
 WORKLOADS = SMALL | LARGE
 _SIZES = {
     "unet": ("U-Net with transposed convolutions", 4),
@@ -126,12 +126,12 @@ LAYERS = {
     name: Workload(name, f"{title}, momentum", name, "momentum", _GENTLE_MOMENTUM, batch, 1)
     for name, (title, batch) in _SIZES.items()
 }
-"""Small models with layers that those do not have, to see what kernels for these are worth."""
+"""Small models with layers that the others lack, to measure kernels for these layers."""
 
 WEIGHTS = "weights.npz"
 MODEL = "model.onnx"
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""The sizes of the models, said once for all frameworks."""
+"""Sizes of the models, for all frameworks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ CLASSES = {"mlp": 10, "lenet": 10, "resnet8": 10, "resnet18": 1000, "mobilenet":
 IMAGES = {"mlp": (784,), "lenet": (1, 28, 28), "resnet8": (3, 32, 32)} | dict.fromkeys(
     ("resnet18", "mobilenet", "vit"), (3, 224, 224)
 )
-"""The shape of one."""
+"""Model -> the shape of a sample."""
 LAYERS = {
     "unet": (3, 64, 64),
     "resized_unet": (3, 64, 64),
@@ -19,7 +19,7 @@ LAYERS = {
     "written_out": (192,),
     "talking_heads": (128, 128),
 }
-"""What one input of the models of single layers is like."""
+"""Model with a rare layer -> the shape of a sample."""
 IMAGES |= LAYERS
 CLASSES |= dict.fromkeys((*LAYERS, "recommender"), 10)
 WORDS = 30_000
@@ -29,9 +29,9 @@ CONVOLUTIONAL = {"lenet", "resnet8", "resnet18", "mobilenet"}
 
 class ResNet(NamedTuple):
     stem: int
-    """The size of the first kernel. A large one halves the image, and is followed by a pool that halves it again."""
+    """Size of the first kernel. A large one halves the image, and a pool after it halves it again."""
     stages: tuple[tuple[int, int], ...]
-    """Channels and blocks of each; all but the first halve the image."""
+    """Channels and blocks of each stage. All but the first halve the image."""
 
 
 RESNETS = {
@@ -50,11 +50,11 @@ class Transformer(NamedTuple):
 
 GPT = Transformer(128, 4, 4, 128, 256)
 VIT = Transformer(192, 3, 12, 1 + (224 // 16) ** 2)
-"""A token that gathers what is known, and one for each patch."""
+"""Its length is a class token and one token per patch."""
 PATCH = 16
 DISTILBERT = Transformer(768, 12, 6, 128, 30522)
 POSITIONS = 512
-"""Those that DistilBERT has weights for."""
+"""Positions for which DistilBERT has weights."""
 
 
 class Tagger(NamedTuple):
@@ -69,7 +69,7 @@ TAGGER = Tagger(10_000, 128, 256, 17, 64)
 
 
 class Inverted(NamedTuple):
-    """A block of MobileNetV3: wide in the middle, where each channel has a kernel of its own."""
+    """An inverted residual block of MobileNetV3: wide in the middle, with a depthwise convolution."""
 
     kernel: int
     wide: int
@@ -96,23 +96,23 @@ MOBILENET = (
     Inverted(5, 960, 160, True, True, 1),
     Inverted(5, 960, 160, True, True, 1),
 )
-"""MobileNetV3-large: 16 channels before, then 960 and a hidden layer."""
+"""Blocks of MobileNetV3-large, between a stem of 16 channels and a head with 960 channels and a hidden layer."""
 STEM, LAST, HIDDEN = 16, 960, 1280
 
 
 def squeezed(channels: int) -> int:
-    """How many channels the gate of a block works with: a quarter, as a multiple of 8 that is not much less."""
+    """Return the squeezed channels of a block: a quarter, rounded to a multiple of 8, at least 90% of it."""
     near = max(8, (channels + 16) // 32 * 8)
     return near + 8 if near < 0.9 * channels / 4 else near
 
 
 class Adapters(NamedTuple):
-    """Low-rank adapters, which are trained alone."""
+    """Low-rank adapters of a model whose other weights are frozen."""
 
     rank: int
     alpha: float
     targets: str
-    """A pattern of the layers that get one."""
+    """Pattern of the layers with an adapter."""
 
     @property
     def scale(self) -> float:
@@ -120,4 +120,4 @@ class Adapters(NamedTuple):
 
 
 LORA = Adapters(8, 16.0, "*.attention.*")
-"""Of DistilBERT."""
+"""Adapters of DistilBERT."""

@@ -1,4 +1,4 @@
-"""Who takes part in the benchmark of training: the peers in every form that is known to be fast."""
+"""Contenders of the training benchmark: Onward, and the peers in all their fast forms."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Contender:
     module: str
     variant: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     channels_last: bool = False
-    """Whether batches and weights are laid out so before it gets them."""
+    """True if batches and weights come with channels last."""
 
     @property
     def keeps_compiled(self) -> bool:
-        """On disk, for the next start."""
+        """True if it caches compiled code on disk, for the next start."""
         return "compiled" in self.variant
 
     def takes(self, workload: Workload) -> bool:
-        """A layout for convolutions is another contender only where there are some."""
+        """True if it can run a workload. A layout for convolutions is a contender only in models that have them."""
         return "channels_last" not in self.variant or workload.model in CONVOLUTIONAL
 
 
@@ -48,5 +48,5 @@ ENGINES = {
     "onward_jax": Contender("Onward on jax", "on_onward", {"engine": "jax"}),
     "onward_tensorflow": Contender("Onward on tensorflow", "on_onward", {"engine": "tensorflow"}),
 }
-"""Onward's own engines on the frameworks, which benchmarks/engines.py compares with these."""
+"""Onward's engines on the frameworks, which benchmarks/engines.py compares with these frameworks."""
 ALL = {**CONTENDERS, **ENGINES}

@@ -1,4 +1,4 @@
-"""The workloads in Onward: the model that PyTorch has exported, a loss and an optimizer."""
+"""The workloads in Onward: the model that PyTorch exported, a loss and an optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _lora(adapters: Adapters) -> str:
 
 
 def initial_adapters(adapters: Adapters, folder: Path) -> dict[str, np.ndarray]:
-    """Those that a training model begins with, by the names that PEFT gives them."""
+    """Return the initial adapters of a training model by their names in PEFT."""
     from safetensors.numpy import load_file
 
     adapted = onward.lora.add(folder / MODEL, **adapters._asdict())

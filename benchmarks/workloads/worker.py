@@ -1,9 +1,9 @@
-"""One contender of the benchmark of training, in a process of its own.
+"""Run one contender of the training benchmark in a separate process.
 
     python -m workloads.worker WORKLOAD CONTENDER FOLDER THREADS
 
-It trains one step, and then as many as each line of its input asks for, so that it rests while others have their turn.
-Each answer is a line of JSON.
+It trains one step, and then waits for its turn: each line of its input is a number of steps. Each
+answer is a line of JSON.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from workloads.contenders import ALL
 
 def main(name: str, contender: str, folder: str, threads: int) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # frameworks like to print
+    os.dup2(2, 1)  # keep what frameworks print out of the answers
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-    workload, made = WORKLOADS[name], ALL[contender]
+    workload, form = WORKLOADS[name], ALL[contender]
     batches = workload.batches()
-    if made.channels_last:
-        batches = [channels_last.batch(batch) for batch in batches]
-    step = importlib.import_module(f"workloads.{made.module}").load(workload, Path(folder), threads, **made.variant)
+    if form.channels_last:
+        batches = [channels_last.to_channels_last(batch) for batch in batches]
+    step = importlib.import_module(f"workloads.{form.module}").load(workload, Path(folder), threads, **form.variant)
     endless = itertools.cycle(batches)
-    for wanted in itertools.chain(["1"], sys.stdin):
+    for steps in itertools.chain(["1"], sys.stdin):
         losses, seconds = [], []
-        for _ in range(int(wanted)):
+        for _ in range(int(steps)):
             x, labels = next(endless)
             start = time.perf_counter()
             losses.append(step(x, labels))
@@ -42,7 +42,7 @@ def main(name: str, contender: str, folder: str, threads: int) -> None:
 
 
 def peak_memory() -> int:
-    """The most memory that this process has had, in bytes; what it started for itself does not count."""
+    """Return the peak memory of this process without its children, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) * 1024

@@ -1,7 +1,7 @@
-"""What loops on devices begin with, and what becomes of what they trained.
+"""Write the files that loops on devices train with, and read the trained state.
 
-python digits.py write      # lowered/: a training model as plain ONNX, and samples as plain numbers
-python digits.py read       # digits-trained.onnx: with the weights in lowered/trained.safetensors
+python digits.py write      # writes lowered/: a training model as plain ONNX, samples as raw numbers
+python digits.py read       # writes digits-trained.onnx, with the weights in lowered/trained.safetensors
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import onward
 from onward.lowering.contract import contract_of
 
 TEST = 300
-"""Samples that are not trained on."""
+"""Number of test samples."""
 
 
 def write(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     training = onward.prepare(classifier(32), loss="cross_entropy", optimizer="adam:lr=3e-3")
     training.save(folder / "training.onnx")
-    for part in ("step", "state"):
-        made = onward.lower(training, part=part)
-        made.save(folder / f"{part}.onnx")
-        (folder / f"{part}.json").write_text(json.dumps(contract_of(made).to_json(), indent=2))
+    for name in ("step", "state"):
+        lowered = onward.lower(training, part=name)
+        lowered.save(folder / f"{name}.onnx")
+        (folder / f"{name}.json").write_text(json.dumps(contract_of(lowered).to_json(), indent=2))
     images, labels = samples()
     (folder / "image.bin").write_bytes(images[TEST:].tobytes())
     (folder / "labels.bin").write_bytes(labels[TEST:].tobytes())
 
 
 def read(folder: Path) -> float:
-    """Put the state back into the training model; how many of the samples that were left out are known."""
+    """Put the trained state into the training model, and return the accuracy on test samples."""
     model = onward.load(folder / "training.onnx")
     for name, array in load_file(folder / "trained.safetensors").items():
         model.set(name, array)

@@ -1,7 +1,8 @@
-// The part of ONNX Runtime's C interface that training needs: a table of functions that only grows, by position.
+// The functions of ONNX Runtime's C API that training needs, by their positions in OrtApi. Positions never change: the
+// table only grows.
 //
-// With the SDK of ONNX Runtime one includes onnxruntime_cxx_api.h instead, and writes Ort::Session, Ort::Value and so
-// on. The wheel of Python has the library without headers; this is enough to use it.
+// With the SDK of ONNX Runtime, include onnxruntime_cxx_api.h instead and write Ort::Session, Ort::Value and so on. This
+// header is for the Python wheel, which has the library without headers.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -28,12 +29,12 @@ struct Base {
 };
 extern "C" const Base* OrtGetApiBase();
 
-constexpr uint32_t kVersion = 16;  // the oldest that has all that is used here
+constexpr uint32_t kVersion = 16;  // the oldest API version with all functions below
 
 inline Table* table() {
-  static Table* const found = OrtGetApiBase()->get_api(kVersion);
-  if (found == nullptr) throw std::runtime_error("this ONNX Runtime is too old");
-  return found;
+  static Table* const api = OrtGetApiBase()->get_api(kVersion);
+  if (api == nullptr) throw std::runtime_error("ONNX Runtime is older than 1.16");
+  return api;
 }
 
 template <class Signature>
@@ -50,7 +51,7 @@ inline void check(Status* status) {
 
 enum Type : int { kFloat = 1, kInt64 = 7, kDouble = 11 };
 
-// A tensor, which it owns.
+// An owned tensor.
 class Tensor {
  private:
   template <class Function>
@@ -73,12 +74,12 @@ class Tensor {
     if (value_ != nullptr) entry<void(RawValue*)>(96)(value_);
   }
 
-  // A tensor over memory of the caller, which must outlive it.
+  // Returns a tensor over memory of the caller, which must outlive it.
   static Tensor over(void* data, size_t bytes, const std::vector<int64_t>& shape, Type type) {
     static Memory* const memory = [] {
-      Memory* made = nullptr;
-      check(entry<Status*(int, int, Memory**)>(69)(0, 0, &made));
-      return made;
+      Memory* cpu = nullptr;
+      check(entry<Status*(int, int, Memory**)>(69)(0, 0, &cpu));
+      return cpu;
     }();
     RawValue* value = nullptr;
     check(entry<Status*(const Memory*, void*, size_t, const int64_t*, size_t, int, RawValue**)>(49)(
@@ -87,9 +88,9 @@ class Tensor {
   }
 
   void* data() const {
-    void* found = nullptr;
-    check(entry<Status*(RawValue*, void**)>(51)(value_, &found));
-    return found;
+    void* address = nullptr;
+    check(entry<Status*(RawValue*, void**)>(51)(value_, &address));
+    return address;
   }
 
   std::vector<int64_t> shape() const {
@@ -104,9 +105,9 @@ class Tensor {
 
   int type() const {
     return with_info([](TensorInfo* info) {
-      int found = 0;
-      check(entry<Status*(const TensorInfo*, int*)>(60)(info, &found));
-      return found;
+      int type = 0;
+      check(entry<Status*(const TensorInfo*, int*)>(60)(info, &type));
+      return type;
     });
   }
 
@@ -120,9 +121,9 @@ class Session {
  public:
   explicit Session(const std::string& path) {
     static Env* const env = [] {
-      Env* made = nullptr;
-      check(entry<Status*(int, const char*, Env**)>(3)(3, "train", &made));
-      return made;
+      Env* created = nullptr;
+      check(entry<Status*(int, const char*, Env**)>(3)(3, "train", &created));
+      return created;
     }();
     Options* options = nullptr;
     check(entry<Status*(Options**)>(10)(&options));
@@ -137,21 +138,21 @@ class Session {
   ~Session() { entry<void(RawSession*)>(95)(session_); }
   Session(const Session&) = delete;
 
-  // All outputs, for inputs in their order.
-  std::vector<Tensor> run(const std::vector<const Tensor*>& given) const {
+  // Returns all outputs for inputs in the order of `inputs`.
+  std::vector<Tensor> run(const std::vector<const Tensor*>& tensors) const {
     std::vector<const char*> in, out;
     for (const auto& name : inputs) in.push_back(name.c_str());
     for (const auto& name : outputs) out.push_back(name.c_str());
     std::vector<const RawValue*> values;
-    for (const Tensor* one : given) values.push_back(one->get());
+    for (const Tensor* tensor : tensors) values.push_back(tensor->get());
     std::vector<RawValue*> results(out.size(), nullptr);
     using Names = const char* const*;
     using Values = const RawValue* const*;
     auto* run = entry<Status*(RawSession*, const void*, Names, Values, size_t, Names, size_t, RawValue**)>(9);
     check(run(session_, nullptr, in.data(), values.data(), in.size(), out.data(), out.size(), results.data()));
-    std::vector<Tensor> made;
-    for (RawValue* value : results) made.emplace_back(value);
-    return made;
+    std::vector<Tensor> owned;
+    for (RawValue* value : results) owned.emplace_back(value);
+    return owned;
   }
 
   std::vector<std::string> inputs, outputs;
@@ -162,14 +163,14 @@ class Session {
     check(entry<Status*(Allocator**)>(78)(&allocator));
     size_t count = 0;
     check(entry<Status*(const RawSession*, size_t*)>(count_at)(session_, &count));
-    std::vector<std::string> found;
+    std::vector<std::string> result;
     for (size_t at = 0; at < count; at++) {
       char* name = nullptr;
       check(entry<Status*(const RawSession*, size_t, Allocator*, char**)>(name_at)(session_, at, allocator, &name));
-      found.emplace_back(name);
+      result.emplace_back(name);
       check(entry<Status*(Allocator*, void*)>(76)(allocator, name));
     }
-    return found;
+    return result;
   }
 
   RawSession* session_ = nullptr;

@@ -1,12 +1,12 @@
-// Trains the digits with ONNX Runtime's C interface and nothing else:
+// Trains on digits with the C API of ONNX Runtime alone:
 //
 //     python digits.py write
-//     ln -s PATH/libonnxruntime.so.* libonnxruntime.so.1     # of the wheel: in site-packages/onnxruntime/capi
+//     ln -s PATH/libonnxruntime.so.* libonnxruntime.so.1     # in site-packages/onnxruntime/capi
 //     g++ -std=c++17 -O2 train.cpp -o train libonnxruntime.so.1 -Wl,-rpath,'$ORIGIN'
 //     ./train lowered 100
 //     python digits.py read
 //
-// The folder `lowered` is what `onward lower --all` writes, and samples as plain numbers: image.bin, labels.bin.
+// The folder `lowered` has the output of `onward lower --all`, and samples as raw numbers: image.bin, labels.bin.
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -23,7 +23,7 @@ constexpr int64_t kBatch = 32, kPixels = 64;
 
 std::string read(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
-  if (!file) throw std::runtime_error("there is no " + path);
+  if (!file) throw std::runtime_error("cannot open " + path);
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
@@ -34,14 +34,14 @@ std::vector<Number> numbers(const std::string& path) {
   return {first, first + bytes.size() / sizeof(Number)};
 }
 
-// The contract says which output replaces which state: "update": {"fc1.weight": "fc1.weight/new", ...}
+// Reads the output that replaces each state from the contract: "update": {"fc1.weight": "fc1.weight/new", ...}
 std::map<std::string, std::string> update_in(const std::string& contract) {
   size_t at = contract.find('{', contract.find("\"update\""));
   auto text = [&] {
-    std::string found;
-    for (at++; contract[at] != '"'; at++) found += contract[at] == '\\' ? contract[++at] : contract[at];
+    std::string result;
+    for (at++; contract[at] != '"'; at++) result += contract[at] == '\\' ? contract[++at] : contract[at];
     at++;
-    return found;
+    return result;
   };
   std::map<std::string, std::string> pairs;
   while ((at = contract.find_first_of("\"}", at)) != std::string::npos && contract[at] == '"') {
@@ -52,7 +52,7 @@ std::map<std::string, std::string> update_in(const std::string& contract) {
   return pairs;
 }
 
-// State by name, as a .safetensors file: a header in JSON, then the numbers.
+// Writes state by name as a .safetensors file: a JSON header, then the numbers.
 void write_state(const std::string& path, const std::map<std::string, ort::Tensor>& state) {
   const std::map<int, std::pair<const char*, size_t>> types = {
       {ort::kFloat, {"F32", 4}}, {ort::kInt64, {"I64", 8}}, {ort::kDouble, {"F64", 8}}};
@@ -99,10 +99,10 @@ void train(const std::string& folder, int steps) {
     for (const auto& name : step.inputs) inputs.push_back(batch.count(name) ? &batch.at(name) : &state.at(name));
     auto results = step.run(inputs);
 
-    std::map<std::string, size_t> place;
-    for (size_t at = 0; at < step.outputs.size(); at++) place[step.outputs[at]] = at;
-    std::printf("%.9g\n", *static_cast<const float*>(results[place.at("loss")].data()));
-    for (const auto& [name, output] : update) state.at(name) = std::move(results[place.at(output)]);
+    std::map<std::string, size_t> position;
+    for (size_t at = 0; at < step.outputs.size(); at++) position[step.outputs[at]] = at;
+    std::printf("%.9g\n", *static_cast<const float*>(results[position.at("loss")].data()));
+    for (const auto& [name, output] : update) state.at(name) = std::move(results[position.at(output)]);
   }
   write_state(folder + "/trained.safetensors", state);
 }

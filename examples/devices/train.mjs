@@ -1,11 +1,11 @@
-// Trains the digits in JavaScript, with onnxruntime-web or onnxruntime-node, whichever is installed:
+// Trains on digits in JavaScript, with onnxruntime-node if it is installed, else with onnxruntime-web:
 //
 //     python digits.py write
 //     npm install onnxruntime-web
 //     node train.mjs lowered 100
 //     python digits.py read
 //
-// The folder `lowered` is what `onward lower --all` writes, and samples as plain numbers: image.bin, labels.bin.
+// The folder `lowered` has the output of `onward lower --all`, and samples as raw numbers: image.bin, labels.bin.
 
 import { readFileSync, writeFileSync } from "node:fs";
 
@@ -34,7 +34,7 @@ for (let number = 0; number < Number(steps); number++) {
 }
 writeFileSync(`${folder}/trained.safetensors`, asSafetensors(state));
 
-// State by name, as a .safetensors file: a header in JSON, then the numbers.
+// Returns state by name as a .safetensors file: a JSON header, then the numbers.
 function asSafetensors(tensors) {
   const types = { float32: "F32", float64: "F64", int64: "I64" };
   const header = {};

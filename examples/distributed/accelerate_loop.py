@@ -1,9 +1,9 @@
-"""A training model in a loop of Hugging Face's Accelerate.
+"""Train with Hugging Face Accelerate, in your own loop.
 
     accelerate launch --cpu --num_processes 2 examples/distributed/accelerate_loop.py cnn trained.onnx
 
-`split_batches` lets a batch of the loader be that of all processes together, as a training model counts: its schedule
-goes on by one with each update. The optimizer clips by itself.
+`split_batches` makes a batch of the loader the batch of all processes. So the schedule advances by
+one with each update, as the training model counts. The optimizer clips gradients.
 """
 
 from __future__ import annotations

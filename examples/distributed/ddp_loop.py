@@ -1,8 +1,8 @@
-"""A training model in a loop of plain PyTorch, with DistributedDataParallel.
+"""Train with DistributedDataParallel, in a plain PyTorch loop.
 
     torchrun --nproc-per-node 2 examples/distributed/ddp_loop.py cnn trained.onnx
 
-The optimizer clips by itself, when the gradients are those of all processes.
+The optimizer clips gradients, after the all-reduce.
 """
 
 from __future__ import annotations

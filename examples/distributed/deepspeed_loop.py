@@ -1,10 +1,11 @@
-"""A training model in a loop of DeepSpeed, with ZeRO.
+"""Train with DeepSpeed ZeRO, in your own loop.
 
     torchrun --nproc-per-node 2 examples/distributed/deepspeed_loop.py gpt checkpoint/ 3
 
-DeepSpeed takes optimizer and scheduler as they are. It has parts of parameters in each process, so that it alone can
-clip: `gradient_clipping` of its configuration, not the recipe. `gather_blocks` tells stage 3 which parameters are
-needed at a time. To go on elsewhere: `onward.from_checkpoint("checkpoint", model, schedule=...)`.
+DeepSpeed takes the optimizer and the scheduler unchanged. It shards parameters, so only DeepSpeed
+can clip: set `gradient_clipping` in its configuration, and no `clip` in the recipe. `gather_blocks`
+tells stage 3 which parameters are needed at a time. To resume elsewhere, call
+`onward.from_checkpoint("checkpoint", model, schedule=...)`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Two training models on scikit-learn's digits, and their data, for the programs beside this file.
+"""Two training models on scikit-learn's digits, and their data, for the programs in this folder.
 
-`cnn` tells which digit it is, and normalizes batches. `gpt` writes digits: from pixels, the next pixel.
+`cnn` classifies digits, with BatchNormalization. `gpt` generates digits: it predicts the next
+pixel.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from sklearn.datasets import load_digits
 import onward
 
 BATCH, ACCUMULATE, UPDATES = 32, 2, 20
-"""Samples in a batch, of all processes together; batches in an update; updates."""
+"""Samples in a batch of all processes; batches per update; updates."""
 CLIP = 1.0
 _WIDTH, _LAYERS, _SHADES = 16, 2, 17
 
@@ -30,7 +31,7 @@ _CNN = """
         scores = MatMul(g, head)
     }"""
 _CNN_WEIGHTS = {"conv1.weight": (8, 1, 3, 3), "conv2.weight": (8, 8, 3, 3), "head": (128, 10)} | {
-    f"norm{i}.{part}": (8,) for i in (1, 2) for part in ("scale", "bias", "mean", "var")
+    f"norm{i}.{name}": (8,) for i in (1, 2) for name in ("scale", "bias", "mean", "var")
 }
 
 _LAYER = """
@@ -69,7 +70,7 @@ _GPT_WEIGHTS = {
 
 
 def prepare_digits(kind: str, **changes: object) -> tuple[onward.Model, np.ndarray, np.ndarray]:
-    """A training model by its name, what it takes, and what it should make of that, for all updates."""
+    """Return a training model by its name, with inputs and targets for all updates."""
     images, labels = (digits[: BATCH * ACCUMULATE * UPDATES] for digits in load_digits(return_X_y=True))
     recipe = {"optimizer": "adamw:lr=3e-3", "schedule": f"cosine:steps={2 * UPDATES}", "clip": f"norm:{CLIP}"} | changes
     if kind == "cnn":
@@ -83,7 +84,7 @@ def prepare_digits(kind: str, **changes: object) -> tuple[onward.Model, np.ndarr
 def _with_weights(text: str, shapes: dict[str, tuple[int, ...]]) -> onnx.ModelProto:
     model, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
     for node in model.graph.node:
-        node.input[:] = [name.replace("_", ".") for name in node.input]  # the text of ONNX has no dots in names
+        node.input[:] = [name.replace("_", ".") for name in node.input]  # the text format of ONNX has no dots in names
     for name, shape in shapes.items():
         is_one = name.rpartition(".")[2].startswith(("scale", "var"))
         numbers = rng.normal(0, 0.2, shape) if len(shape) > 1 else np.full(shape, is_one)

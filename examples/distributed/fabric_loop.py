@@ -1,8 +1,8 @@
-"""A training model in a loop of Lightning Fabric.
+"""Train with Lightning Fabric, in your own loop.
 
     torchrun --nproc-per-node 2 examples/distributed/fabric_loop.py cnn trained.onnx
 
-The loader has batches of one process. The optimizer clips by itself.
+The loader has the batches of one process. The optimizer clips gradients.
 """
 
 from __future__ import annotations

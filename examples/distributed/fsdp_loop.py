@@ -1,9 +1,9 @@
-"""A training model in a loop of plain PyTorch, sharded by FSDP2.
+"""Train with FSDP2, in a plain PyTorch loop.
 
     torchrun --nproc-per-node 2 examples/distributed/fsdp_loop.py gpt checkpoint/
 
-Each process has a part of every parameter, gradient and moment, and gathers one block at a time. To go on elsewhere:
-`onward.from_checkpoint("checkpoint", model, schedule=...)`.
+Each process has a shard of each parameter, gradient and moment, and gathers one block at a time. To
+resume elsewhere, call `onward.from_checkpoint("checkpoint", model, schedule=...)`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main(kind: str, checkpoint: str) -> None:
         dist.all_reduce(mean)
         if rank == 0:
             print(f"loss {mean.item():.8f}")
-    weights, kept = get_state_dict(module, optimizer)
-    dcp.save({"model": weights, "optim": kept, "scheduler": scheduler.state_dict()}, checkpoint_id=checkpoint)
+    weights, slots = get_state_dict(module, optimizer)
+    dcp.save({"model": weights, "optim": slots, "scheduler": scheduler.state_dict()}, checkpoint_id=checkpoint)
     dist.destroy_process_group()
 
 

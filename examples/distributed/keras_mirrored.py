@@ -1,9 +1,9 @@
-"""A training model as a Keras model that TensorFlow trains on several devices: `MirroredStrategy`.
+"""Train as a Keras model on several devices, with `MirroredStrategy`.
 
     python examples/distributed/keras_mirrored.py gpt trained.onnx
 
-Here they are two virtual processors; on a machine with GPUs, leave out the list of devices. A batch is that of all
-devices together, and Keras clips and accumulates as the training model says.
+The devices here are two virtual CPUs; leave out the list of devices on a machine with GPUs. A batch
+is the batch of all devices. Keras clips and accumulates as in the training model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import onward
 
 class Printer(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
-        self.model.reset_metrics()  # else it is the mean of all so far
+        self.model.reset_metrics()  # else the loss is the mean of all batches
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float]) -> None:
         print(f"loss {logs['loss']:.8f}", flush=True)

@@ -1,4 +1,4 @@
-"""Curves over steps, as an SVG."""
+"""Plot of losses over steps, as an SVG."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 360, 50, 40
-COLOURS = {"PyTorch": "#de3412", "Keras": "#f28e00", "JAX": "#1a73b7", "ONNX Runtime": "#9a9a9a"}
+COLORS = {"PyTorch": "#de3412", "Keras": "#f28e00", "JAX": "#1a73b7", "ONNX Runtime": "#9a9a9a"}
 
 Curves = Mapping[str, tuple[int, Sequence[float]]]
-"""Name -> the first step, and the losses from there."""
+"""Name -> the first step, and the losses from there on."""
 
 
 def draw(curves: Curves, file: Path) -> None:
-    """The whole run as a wide grey line, and the legs of the relay on it."""
+    """Write the whole run as a wide gray line, with the legs of the relay on top."""
     end = max(start + len(losses) for start, losses in curves.values())
     values = [loss for _, losses in curves.values() for loss in losses]
     low, high = math.log(min(values)), math.log(max(values))
@@ -29,11 +29,11 @@ def draw(curves: Curves, file: Path) -> None:
     for name, (start, losses) in ordered:
         points = " ".join(point(start + i, loss) for i, loss in enumerate(losses))
         whole = len(losses) == end
-        style = f'stroke="{COLOURS[name]}" stroke-width="{7 if whole else 2}" stroke-opacity="{0.5 if whole else 1}"'
+        style = f'stroke="{COLORS[name]}" stroke-width="{7 if whole else 2}" stroke-opacity="{0.5 if whole else 1}"'
         lines.append(f'<polyline fill="none" {style} points="{points}"/>')
     for i, (name, (start, losses)) in enumerate(curves.items()):
         text = f"{name}, steps {start} to {start + len(losses)}"
-        words.append(f'<text x="{WIDTH - 260}" y="{40 + 20 * i}" fill="{COLOURS[name]}">{text}</text>')
+        words.append(f'<text x="{WIDTH - 260}" y="{40 + 20 * i}" fill="{COLORS[name]}">{text}</text>')
     ticks = [
         f'<text x="{LEFT - 8}" y="{point(0, loss).split(",")[1]}" text-anchor="end">{loss:.2g}</text>'
         for loss in (min(values), math.sqrt(min(values) * max(values)), max(values))

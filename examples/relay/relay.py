@@ -1,13 +1,16 @@
-"""One training run in four places: begun in PyTorch, continued in Keras, finished in JAX; and all in ONNX Runtime.
+"""Start a run in PyTorch, continue it in Keras, finish it in JAX; and repeat all of it in ONNX Runtime.
 
     make relay
 
-A convolutional network learns scikit-learn's digits. PyTorch, with its own module, optimizer and scheduler, makes the
-first third of the steps. What it hands over is one ONNX file: weights, moments, schedule, how far it is. Keras goes on
-with it, then JAX with optax. ONNX Runtime starts from the same file as PyTorch did and runs all the way, and so does
-PyTorch: the curves lie on each other. Files, losses and a picture are in examples/relay/out/.
+A convolutional network learns scikit-learn's digits. PyTorch makes the first third of the steps,
+with a module, an optimizer and a scheduler of PyTorch. It hands over one ONNX file with weights,
+moments, schedule and progress. Keras continues with this file, then JAX with optax. ONNX Runtime
+and PyTorch also make all steps from the start. The curves match. Files, losses and a plot are in
+examples/relay/out/.
 
-With MNIST's IDX files in a folder, packed or not: `python examples/relay/relay.py --mnist FOLDER`.
+To train on MNIST, pass a folder with its IDX files (.gz or not):
+
+    python examples/relay/relay.py --mnist FOLDER
 """
 
 from __future__ import annotations
@@ -40,38 +43,40 @@ Batch = dict[str, np.ndarray]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--mnist", type=Path, help="a folder with train-images-idx3-ubyte[.gz] and its labels")
-    parser.add_argument("--leg", type=int, default=LEG, help="steps in each framework")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--mnist", type=Path, help="folder with train-images-idx3-ubyte[.gz] and train-labels-idx1-ubyte[.gz]"
+    )
+    parser.add_argument("--leg", type=int, default=LEG, help=f"steps in each framework (default: {LEG})")
+    args = parser.parse_args()
     OUT.mkdir(exist_ok=True)
-    images, labels = mnist(given.mnist) if given.mnist else digits()
-    legs = [list(batches(images, labels, given.leg, seed)) for seed in range(3)]
-    everything = [batch for leg in legs for batch in leg]
+    images, labels = mnist(args.mnist) if args.mnist else digits()
+    legs = [list(batches(images, labels, args.leg, seed)) for seed in range(3)]
+    all_batches = [batch for leg in legs for batch in leg]
 
     runner = Native(images.shape[-1])
-    runner.handed_over(OUT / "0-start.onnx")
+    runner.save(OUT / "0-start.onnx")
     first = runner.train(legs[0])
-    runner.handed_over(OUT / "1-from-pytorch.onnx")
+    runner.save(OUT / "1-from-pytorch.onnx")
     alone = first + runner.train(legs[1] + legs[2])
     curves = {
         "PyTorch": (0, first),
-        "Keras": (given.leg, in_keras(OUT / "1-from-pytorch.onnx", OUT / "2-from-keras.onnx", legs[1])),
-        "JAX": (2 * given.leg, in_jax(OUT / "2-from-keras.onnx", OUT / "3-from-jax.onnx", legs[2])),
-        "ONNX Runtime": (0, in_onnxruntime(OUT / "0-start.onnx", everything)),
+        "Keras": (args.leg, in_keras(OUT / "1-from-pytorch.onnx", OUT / "2-from-keras.onnx", legs[1])),
+        "JAX": (2 * args.leg, in_jax(OUT / "2-from-keras.onnx", OUT / "3-from-jax.onnx", legs[2])),
+        "ONNX Runtime": (0, in_onnxruntime(OUT / "0-start.onnx", all_batches)),
     }
     for name, (start, losses) in curves.items():
-        apart = max(abs(a - b) / b for a, b in zip(losses, alone[start:], strict=False))
-        print(f"{name:13} steps {start:3} to {start + len(losses):3}: at most {apart:.1e} from PyTorch alone")
+        difference = max(abs(a - b) / b for a, b in zip(losses, alone[start:], strict=False))
+        print(f"{name:13} steps {start:3} to {start + len(losses):3}: difference from PyTorch alone {difference:.1e}")
     (OUT / "losses.json").write_text(json.dumps({name: losses for name, (_, losses) in curves.items()}))
     draw(curves, OUT / "relay.svg")
     print(f"wrote {OUT / 'relay.svg'}")
 
 
-# ---- the four ------------------------------------------------------------------------------------------------------
+# ---- frameworks ----------------------------------------------------------------------------------------------------
 
 
 class Native:
-    """A training as PyTorch's users write it."""
+    """A training loop in plain PyTorch."""
 
     def __init__(self, size: int) -> None:
         torch.manual_seed(0)
@@ -101,7 +106,7 @@ class Native:
             losses.append(loss.item())
         return losses
 
-    def handed_over(self, file: Path) -> None:
+    def save(self, file: Path) -> None:
         onward.from_torch(
             self.module, self.example, loss=self.loss, optimizer=self.optimizer, scheduler=self.scheduler
         ).save(file)
@@ -137,8 +142,8 @@ def in_onnxruntime(file: Path, steps: list[Batch]) -> list[float]:
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:
-    found = load_digits()
-    return found.images[:, None].astype("f") / 16, found.target.astype(np.int64)
+    bunch = load_digits()
+    return bunch.images[:, None].astype("f") / 16, bunch.target.astype(np.int64)
 
 
 def mnist(folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -147,10 +152,10 @@ def mnist(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def idx(file: Path) -> np.ndarray:
-    """MNIST's own format: a magic number whose last byte is the rank, the sizes, the bytes."""
+    """Read an IDX file: a magic number whose last byte is the rank, sizes, bytes."""
     packed = file.with_name(file.name + ".gz")
     if not (packed.exists() or file.exists()):
-        raise SystemExit(f"error: there is neither {file} nor {packed.name}")
+        raise SystemExit(f"error: no {file} or {packed.name}")
     data = gzip.decompress(packed.read_bytes()) if packed.exists() else file.read_bytes()
     rank = data[3]
     sizes = np.frombuffer(data, ">i4", rank, 4)

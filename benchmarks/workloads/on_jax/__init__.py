@@ -1,4 +1,4 @@
-"""The workloads in JAX, with optax: pure functions of weights, and one compiled step that gives its memory on."""
+"""The workloads in JAX, with optax: pure functions of weights, and one compiled step with donated buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = {**images.MODELS, **sequences.MODELS}
 
 
 def load(workload: Workload, folder: Path, threads: int) -> Step:
-    """JAX has as many threads as the process has cores."""
+    """Return the step. `threads` has no effect: JAX uses all cores of the process."""
     model, optimizer = MODELS[workload.model], _optimizer(workload)
 
     @partial(jax.jit, donate_argnums=0)

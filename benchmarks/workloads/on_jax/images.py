@@ -1,4 +1,4 @@
-"""Models of images in JAX. Each takes weights, running statistics and images, and gives logits and new statistics."""
+"""Image models in JAX: functions (weights, running statistics, images) -> (logits, new statistics)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models in JAX are made of: functions of weights by their names in PyTorch, with channels last."""
+"""Layers in JAX: functions of weights by their names in PyTorch, with channels last."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def conv(w: Arrays, name: str, x: jax.Array, stride: int = 1, padding: int = 0, 
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """Of 3 x 3 pixels, each second one."""
+    """Return the maximum of 3 x 3 pixels, with stride 2."""
     around = [(0, 0), (1, 1), (1, 1), (0, 0)]
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), around)
 
 
 def halved(x: jax.Array) -> jax.Array:
-    """The maximum of 2 x 2 pixels."""
+    """Return the maximum of 2 x 2 pixels."""
     n, height, width, channels = x.shape
     return x.reshape(n, height // 2, 2, width // 2, 2, channels).max((2, 4))
 
@@ -44,12 +44,12 @@ def halved(x: jax.Array) -> jax.Array:
 def batch_norm(
     w: Arrays, stats: Arrays, name: str, x: jax.Array, momentum: float = 0.1, epsilon: float = 1e-5
 ) -> jax.Array:
-    """Running statistics that are trained with it are in `stats`, which it changes; those of a frozen one in `w`."""
+    """Normalize. Running statistics are in `stats`, which changes, or in `w` if the layer is frozen."""
     if f"{name}.running_mean" in stats:
         mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
         samples = x.size // x.shape[-1]
-        for kind, value in (("mean", mean), ("var", variance * samples / (samples - 1))):
-            stats[f"{name}.running_{kind}"] += momentum * (value - stats[f"{name}.running_{kind}"])
+        for statistic, value in (("mean", mean), ("var", variance * samples / (samples - 1))):
+            stats[f"{name}.running_{statistic}"] += momentum * (value - stats[f"{name}.running_{statistic}"])
     else:
         mean, variance = w[f"{name}.running_mean"], w[f"{name}.running_var"]
     return (x - mean) * lax.rsqrt(variance + epsilon) * w[f"{name}.weight"] + w[f"{name}.bias"]
@@ -61,5 +61,5 @@ def layer_norm(w: Arrays, name: str, x: jax.Array) -> jax.Array:
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, heads: int, is_causal: bool = False) -> jax.Array:
     n, length, width = q.shape
-    q, k, v = (part.reshape(n, length, heads, -1) for part in (q, k, v))
+    q, k, v = (x.reshape(n, length, heads, -1) for x in (q, k, v))
     return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal).reshape(n, length, width)

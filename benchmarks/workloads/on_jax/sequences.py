@@ -1,4 +1,4 @@
-"""Models of sequences in JAX: transformers, and a tagger with a GRU."""
+"""Sequence models in JAX: transformers, and a tagger with a GRU."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def gpt(w: Arrays, stats: Arrays, tokens: jax.Array) -> tuple[jax.Array, Arrays]
 def vit(w: Arrays, stats: Arrays, x: jax.Array) -> tuple[jax.Array, Arrays]:
     patches = conv(w, "patches", x, PATCH) + w["patches.bias"]
     patches = patches.reshape(x.shape[0], -1, VIT.width)
-    gathers = jnp.broadcast_to(w["gathers"], (x.shape[0], 1, VIT.width))
-    x = _layers(w, VIT, jnp.concatenate([gathers, patches], 1) + w["positions"], is_causal=False)
+    class_token = jnp.broadcast_to(w["class_token"], (x.shape[0], 1, VIT.width))
+    x = _layers(w, VIT, jnp.concatenate([class_token, patches], 1) + w["positions"], is_causal=False)
     return linear(w, "head", layer_norm(w, "norm", x)[:, 0]), stats
 
 
@@ -40,7 +40,7 @@ def distilbert(w: Arrays, stats: Arrays, tokens: jax.Array) -> tuple[jax.Array, 
     x = layer_norm(w, "norm", w["tokens.weight"][tokens] + w["positions"][: DISTILBERT.length])
     for i in range(DISTILBERT.layers):
         at = f"layers.{i}"
-        q, k, v = (linear(w, f"{at}.attention.{part}", x) for part in ("query", "key", "value"))
+        q, k, v = (linear(w, f"{at}.attention.{name}", x) for name in ("query", "key", "value"))
         x = x + linear(w, f"{at}.attention.out", attend(q, k, v, DISTILBERT.heads))
         x = layer_norm(w, f"{at}.norm1", x)
         x = layer_norm(w, f"{at}.norm2", x + _mlp(w, at, x))
@@ -54,16 +54,16 @@ def tagger(w: Arrays, stats: Arrays, tokens: jax.Array) -> tuple[jax.Array, Arra
 
 
 def _gru(w: Arrays, layer: str, x: jax.Array, reverse: bool = False) -> jax.Array:
-    given = x @ w[f"gru.weight_ih_{layer}"] + w[f"gru.bias_ih_{layer}"]
+    projected = x @ w[f"gru.weight_ih_{layer}"] + w[f"gru.bias_ih_{layer}"]
 
-    def step(hidden: jax.Array, given: jax.Array) -> tuple[jax.Array, jax.Array]:
-        kept = hidden @ w[f"gru.weight_hh_{layer}"] + w[f"gru.bias_hh_{layer}"]
-        (reset, update, new), (reset_, update_, new_) = (jnp.split(part, 3, -1) for part in (given, kept))
+    def step(hidden: jax.Array, projected: jax.Array) -> tuple[jax.Array, jax.Array]:
+        recurrent = hidden @ w[f"gru.weight_hh_{layer}"] + w[f"gru.bias_hh_{layer}"]
+        (reset, update, new), (reset_, update_, new_) = (jnp.split(x, 3, -1) for x in (projected, recurrent))
         new = jnp.tanh(new + jax.nn.sigmoid(reset + reset_) * new_)
         hidden = new + jax.nn.sigmoid(update + update_) * (hidden - new)
         return hidden, hidden
 
-    return lax.scan(step, jnp.zeros((x.shape[1], TAGGER.hidden)), given, reverse=reverse)[1]
+    return lax.scan(step, jnp.zeros((x.shape[1], TAGGER.hidden)), projected, reverse=reverse)[1]
 
 
 MODELS = {"gpt": gpt, "vit": vit, "distilbert": distilbert, "tagger": tagger}

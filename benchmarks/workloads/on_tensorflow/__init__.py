@@ -1,4 +1,4 @@
-"""The workloads in TensorFlow: functions over variables, an optimizer of Keras, the step as one `tf.function`."""
+"""The workloads in TensorFlow: functions of variables, a Keras optimizer, and the step as one `tf.function`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of images in TensorFlow."""
+"""Image models in TensorFlow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models in TensorFlow are made of: functions over variables by their names in PyTorch, with channels last."""
+"""Layers in TensorFlow: functions of variables by their names in PyTorch, with channels last."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def depthwise(w: Variables, name: str, x: tf.Tensor, stride: int, padding: int) 
 
 
 def max_pool(x: tf.Tensor) -> tf.Tensor:
-    """Of 3 x 3 pixels that are not negative, each second one."""
+    """Return the maximum of 3 x 3 pixels, none of them negative, with stride 2."""
     return tf.nn.max_pool2d(tf.pad(x, _around(1)), 3, 2, "VALID")
 
 
@@ -37,12 +37,12 @@ def _around(padding: int) -> list[list[int]]:
 
 def batch_norm(w: Variables, name: str, x: tf.Tensor, momentum: float = 0.1, epsilon: float = 1e-5) -> tf.Tensor:
     scale, bias = w[f"{name}.weight"], w[f"{name}.bias"]
-    running = [w[f"{name}.running_{kind}"] for kind in ("mean", "var")]
+    running = [w[f"{name}.running_{statistic}"] for statistic in ("mean", "var")]
     if not scale.trainable:
         return tf.nn.batch_normalization(x, *running, bias, scale, epsilon)
-    y, *of_batch = tf.compat.v1.nn.fused_batch_norm(x, scale, bias, epsilon=epsilon)  # its variance is that of a sample
-    for kept, new in zip(running, of_batch, strict=True):
-        kept.assign_add(momentum * (new - kept))
+    y, *of_batch = tf.compat.v1.nn.fused_batch_norm(x, scale, bias, epsilon=epsilon)  # unbiased variance
+    for average, new in zip(running, of_batch, strict=True):
+        average.assign_add(momentum * (new - average))
     return y
 
 
@@ -53,7 +53,7 @@ def layer_norm(w: Variables, name: str, x: tf.Tensor) -> tf.Tensor:
 
 def attend(q: tf.Tensor, k: tf.Tensor, v: tf.Tensor, heads: int, is_causal: bool = False) -> tf.Tensor:
     n, length, width = q.shape
-    q, k, v = (tf.transpose(tf.reshape(part, [n, length, heads, -1]), [0, 2, 1, 3]) for part in (q, k, v))
+    q, k, v = (tf.transpose(tf.reshape(x, [n, length, heads, -1]), [0, 2, 1, 3]) for x in (q, k, v))
     scores = tf.matmul(q, k, transpose_b=True) / np.sqrt(width / heads).astype(np.float32)
     if is_causal:
         scores += np.triu(np.full([length, length], -1e9, np.float32), 1)

@@ -1,4 +1,4 @@
-"""Models of sequences in TensorFlow: transformers, and a tagger with a GRU."""
+"""Sequence models in TensorFlow: transformers, and a tagger with a GRU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def gpt(w: Variables, tokens: tf.Tensor) -> tf.Tensor:
 def vit(w: Variables, x: tf.Tensor) -> tf.Tensor:
     patches = tf.nn.bias_add(conv(w, "patches", x, PATCH), w["patches.bias"])
     patches = tf.reshape(patches, [x.shape[0], -1, VIT.width])
-    gathers = tf.tile(w["gathers"], [x.shape[0], 1, 1])
-    x = _layers(w, VIT, tf.concat([gathers, patches], 1) + w["positions"], is_causal=False)
+    class_token = tf.tile(w["class_token"], [x.shape[0], 1, 1])
+    x = _layers(w, VIT, tf.concat([class_token, patches], 1) + w["positions"], is_causal=False)
     return linear(w, "head", layer_norm(w, "norm", x)[:, 0])
 
 
@@ -38,7 +38,7 @@ def distilbert(w: Variables, tokens: tf.Tensor) -> tf.Tensor:
     x = layer_norm(w, "norm", tf.gather(w["tokens.weight"], tokens) + w["positions"][: DISTILBERT.length])
     for i in range(DISTILBERT.layers):
         at = f"layers.{i}"
-        q, k, v = (linear(w, f"{at}.attention.{part}", x) for part in ("query", "key", "value"))
+        q, k, v = (linear(w, f"{at}.attention.{name}", x) for name in ("query", "key", "value"))
         x = x + linear(w, f"{at}.attention.out", attend(q, k, v, DISTILBERT.heads))
         x = layer_norm(w, f"{at}.norm1", x)
         x = layer_norm(w, f"{at}.norm2", x + _mlp(w, at, x))
@@ -53,11 +53,11 @@ def tagger(w: Variables, tokens: tf.Tensor) -> tf.Tensor:
 
 
 def _gru(w: Variables, layer: str, x: tf.Tensor) -> list[tf.Tensor]:
-    """Unrolled."""
+    """Return the outputs of an unrolled GRU."""
     hidden, every = tf.zeros([x.shape[1], TAGGER.hidden]), []
-    for given in tf.unstack(x @ w[f"gru.weight_ih_{layer}"] + w[f"gru.bias_ih_{layer}"]):
-        kept = hidden @ w[f"gru.weight_hh_{layer}"] + w[f"gru.bias_hh_{layer}"]
-        (reset, update, new), (reset_, update_, new_) = (tf.split(part, 3, axis=-1) for part in (given, kept))
+    for projected in tf.unstack(x @ w[f"gru.weight_ih_{layer}"] + w[f"gru.bias_ih_{layer}"]):
+        recurrent = hidden @ w[f"gru.weight_hh_{layer}"] + w[f"gru.bias_hh_{layer}"]
+        (reset, update, new), (reset_, update_, new_) = (tf.split(x, 3, axis=-1) for x in (projected, recurrent))
         new = tf.tanh(new + tf.sigmoid(reset + reset_) * new_)
         hidden = new + tf.sigmoid(update + update_) * (hidden - new)
         every.append(hidden)

@@ -1,4 +1,4 @@
-"""The workloads in PyTorch. The same modules are exported to ONNX, and all others start from their weights."""
+"""The workloads in PyTorch. The same modules are exported to ONNX, and all contenders start from their weights."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def load(
 
 
 def trainable_module(workload: Workload, folder: Path) -> nn.Module:
-    """With its weights, and only what is trained open to it."""
+    """Return the module of a workload with its weights, of which only trainable ones require gradients."""
     module = MODELS[workload.model]()
     if workload.adapters:
         add_adapters(module, workload.adapters)
@@ -86,9 +86,9 @@ def trainable_module(workload: Workload, folder: Path) -> nn.Module:
         module.load_state_dict({name: torch.from_numpy(array) for name, array in weights.items()})
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(workload.trains(name))
-    for part in module.modules():
-        if isinstance(part, nn.BatchNorm2d) and not part.weight.requires_grad:
-            part.eval()
+    for layer in module.modules():
+        if isinstance(layer, nn.BatchNorm2d) and not layer.weight.requires_grad:
+            layer.eval()
     return module
 
 

@@ -1,4 +1,4 @@
-"""What all contenders start from: `python -m workloads.on_torch.export WORKLOAD FOLDER`."""
+"""Model and weights that all contenders start from: `python -m workloads.on_torch.export WORKLOAD FOLDER`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from workloads.on_torch import MODELS
 
 
 def export(workload: Workload, folder: Path) -> None:
-    """Write the weights, and the model with them as an ONNX file.
+    """Write the weights, and the model as an ONNX file.
 
-    Unoptimized: the exporter would fold normalizations into convolutions, and that is another model to train.
+    The export is not optimized: folding normalizations into convolutions would make another model to train.
     """
     torch.manual_seed(0)
     module = MODELS[workload.model]().eval()
-    with torch.no_grad():  # it also takes equal tensors, such as biases that are all 0, for one
+    with torch.no_grad():  # the exporter merges equal tensors, such as biases of zeros
         for parameter in module.parameters():
             parameter.add_(1e-3 * torch.randn_like(parameter))
     example = torch.from_numpy(workload.batches()[0][0])

@@ -1,4 +1,4 @@
-"""Models of images in PyTorch."""
+"""Image models in PyTorch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LeNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions, and a way around them."""
+    """Two convolutions and a residual connection."""
 
     def __init__(self, before: int, after: int, stride: int):
         super().__init__()
@@ -80,7 +80,7 @@ class ResNet(nn.Module):
 
 
 class Convolution(nn.Module):
-    """With its normalization, as MobileNetV3 has it."""
+    """A convolution with its normalization, as in MobileNetV3."""
 
     def __init__(self, before: int, after: int, kernel: int = 1, stride: int = 1, groups: int = 1):
         super().__init__()
@@ -92,7 +92,7 @@ class Convolution(nn.Module):
 
 
 class Gate(nn.Module):
-    """Squeeze and excitation: a factor for each channel, from the means of all."""
+    """Squeeze and excitation: a factor for each channel, computed from the means of all channels."""
 
     def __init__(self, channels: int):
         super().__init__()

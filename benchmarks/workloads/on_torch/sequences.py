@@ -1,4 +1,4 @@
-"""Models of sequences in PyTorch: transformers, and a tagger with a GRU."""
+"""Sequence models in PyTorch: transformers, and a tagger with a GRU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Layer(nn.Module):
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, is_causal: bool = False) -> torch.Tensor:
     n, length, width = q.shape
-    q, k, v = (part.view(n, length, heads, -1).transpose(1, 2) for part in (q, k, v))
+    q, k, v = (x.view(n, length, heads, -1).transpose(1, 2) for x in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     return mixed.transpose(1, 2).reshape(n, length, width)
 
@@ -57,7 +57,7 @@ class VisionTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, VIT.width, PATCH, PATCH)
-        self.gathers = nn.Parameter(torch.empty(1, 1, VIT.width).normal_(std=0.02))
+        self.class_token = nn.Parameter(torch.empty(1, 1, VIT.width).normal_(std=0.02))
         self.positions = nn.Parameter(torch.empty(VIT.length, VIT.width).normal_(std=0.02))
         self.layers = nn.ModuleList(Layer(VIT, is_causal=False) for _ in range(VIT.layers))
         self.norm = nn.LayerNorm(VIT.width)
@@ -65,7 +65,7 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         patches = self.patches(x).flatten(2).transpose(1, 2)
-        x = torch.cat([self.gathers.expand(len(x), -1, -1), patches], 1) + self.positions
+        x = torch.cat([self.class_token.expand(len(x), -1, -1), patches], 1) + self.positions
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x)[:, 0])
@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention, then an MLP, each before a LayerNorm, as BERT has it."""
+    """Attention, then an MLP, each before a LayerNorm, as in BERT."""
 
     def __init__(self, sizes: Transformer) -> None:
         super().__init__()
