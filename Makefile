@@ -1,5 +1,4 @@
-# Every target sets up what it needs in .venv and is quick when that is already there.
-# Start over with `rm -rf .venv`.
+# Each target installs its requirements in .venv once. Start over with `rm -rf .venv`.
 
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -8,7 +7,7 @@ NEMO_VENV := .venv-nemo
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c requirements/constraints.txt
 WORKERS ?= 2
 
-# The interpreter that makes .venv: python3.11, else python3 if it is new enough.
+# The interpreter of .venv: python3.11, else python3 if it is 3.11 or newer.
 PYTHON ?= $(shell for p in python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
@@ -19,31 +18,31 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.demo ## run the main job on a small model
+demo: $(VENV)/.demo ## train a small model, report on the run, use the trained model
 	$(BIN)/python examples/demo.py
 
-page: $(VENV)/.demo ## write a page that trains digits in the browser, for any static server; needs npm
+page: $(VENV)/.demo ## write a web page that trains on digits in the browser; needs npm
 	$(BIN)/python examples/page.py
 
-relay: $(VENV)/.frameworks ## hand a training run from PyTorch to Keras to JAX, and draw its losses
+relay: $(VENV)/.frameworks ## continue a training run from PyTorch in Keras and in JAX; plot its losses
 	$(BIN)/python examples/relay/relay.py
 
-# Each worker gets its share in one piece, so that what tests of a file have in common is made once, and takes from
-# the other when it has nothing left.
+# worksteal: each worker gets a contiguous share, so that the fixtures of a file are made once. An idle
+# worker takes tests from a busy one.
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
-smoke: $(VENV)/.dev ## every main job once, in seconds; needs no framework
+smoke: $(VENV)/.dev ## run each main command once, in seconds; needs no framework
 	$(BIN)/pytest -q tests/end_to_end/test_smoke.py
 
-test: $(VENV)/.frameworks check ## the checks, then all tests but the slow ones, with every framework installed
-	$(PYTEST) -m "not slow" --ignore tests/test_layers.py  # which `check` has run
+test: $(VENV)/.frameworks check ## run the checks and all tests but the slow ones, with all frameworks
+	$(PYTEST) -m "not slow" --ignore tests/test_layers.py  # `check` has run it
 
 # `make test-all SHARD=1/6` to `SHARD=6/6`: each takes less than an hour on two cores.
-test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed $(NEMO_VENV)/.installed check ## the same with the slow tests, and with random tests that search anew
+test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed $(NEMO_VENV)/.installed check ## run the checks and all tests, with new random examples in property tests
 	ONWARD_ORT_TRAINING_PYTHON=$(CURDIR)/$(ORT_VENV)/bin/python ONWARD_NEMO_PYTHON=$(CURDIR)/$(NEMO_VENV)/bin/python \
 		$(PYTEST) --hypothesis-profile=search $(if $(SHARD),--shard $(SHARD))
 
-check: $(VENV)/.dev ## ruff, mypy and the layer test; needs no framework
+check: $(VENV)/.dev ## run ruff, mypy and the layer test; needs no framework
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -58,14 +57,14 @@ bench: $(VENV)/.frameworks ## run the benchmarks
 	$(BIN)/python benchmarks/passes.py --kernels
 	$(BIN)/python benchmarks/passes.py --layers
 
-grid: $(VENV)/.frameworks ## try what becomes of every optimizer, loss and schedule in every framework, for the documentation
+grid: $(VENV)/.frameworks ## convert each optimizer, loss and schedule to each framework, for the tables of the documentation
 	$(BIN)/python tests/support/conversion_grid.py
 
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python docs/tables.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-wheel: $(VENV)/.wheel ## make a wheel with compiled kernels in dist/, and say in its name which systems it is for
+wheel: $(VENV)/.wheel ## build a wheel with compiled kernels in dist/, tagged for this platform
 	rm -rf build/wheel && $(BIN)/python -m build --quiet --wheel --outdir build/wheel
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
 
@@ -73,11 +72,11 @@ clean: ## remove caches and build outputs; .venv stays
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# ---- what is installed in .venv; an empty file says that it is --------------------------------------------------------
+# ---- requirements in .venv; an empty file marks each as installed ----------------------------------------------------
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found"; \
-		echo "hint:  install one, or name it: make PYTHON=/path/to/python3.11"; exit 1; } >&2
+		echo "hint:  install one, or pass its path: make PYTHON=/path/to/python3.11"; exit 1; } >&2
 	$(PYTHON) -m venv $(VENV)
 
 KERNELS := hatch_build.py src/onward/kernels/build.py $(wildcard src/onward/kernels/native/*)
@@ -94,8 +93,8 @@ $(VENV)/.dev: $(VENV)/.core
 	$(PIP) -e '.[dev]'
 	@touch $@
 
-# torch comes first, with its version, and through pip: asked for by name alone, or by another package, it may bring
-# gigabytes of CUDA along.
+# Install torch first, with its version, and with pip: without a version, or as a dependency, it may
+# install gigabytes of CUDA.
 $(VENV)/.torch: requirements/constraints.txt | $(BIN)/python
 	$(PIP) torch==2.13.0
 	@touch $@
@@ -104,8 +103,8 @@ $(VENV)/.frameworks: $(VENV)/.torch $(VENV)/.core
 	$(PIP) -e '.[torch,jax,tensorflow]' flax
 	@touch $@
 
-# What only makes and resumes checkpoints in slow tests. onnxruntime-training takes the place of onnxruntime, NeMo needs
-# an older Lightning, and so they live by themselves.
+# For slow tests that write and resume checkpoints. onnxruntime-training and NeMo get separate environments: the former
+# replaces onnxruntime, the latter needs an older Lightning.
 $(VENV)/.checkpoints: requirements/checkpoints.txt $(VENV)/.frameworks
 	$(PIP) --no-deps --no-build-isolation -r requirements/checkpoints.txt
 	@touch $@

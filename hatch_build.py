@@ -1,4 +1,4 @@
-"""Compiles the native kernels when the package is installed or a wheel is made, if there is a compiler."""
+"""Compile the native kernels when the package is installed or a wheel is built, if a compiler is available."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUILD = Path(__file__).parent / "src" / "onward" / "kernels" / "build.py"
 
 class KernelsBuildHook(BuildHookInterface):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """A wheel with kernels is for one platform, and for all versions of Python: the library does not know it."""
+        """Compile kernels, and tag the wheel for this platform and all Pythons: kernels do not use Python's ABI."""
         spec = importlib.util.spec_from_file_location("build_kernels", BUILD)
         assert spec is not None and spec.loader is not None
         kernels = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""What the reference of the Python interface cannot read from the source alone."""
+"""Extension of griffe for the API reference: signatures and docstrings that exist only at run time."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import griffe
 
 
 class RuntimeSignatures(griffe.Extension):
-    """Signatures that are made when a module is loaded, and functions that have the name of their module."""
+    """Extension that reads signatures from loaded modules, and resolves functions with the name of their module."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Complete functions that take a class of options, and such classes; let functions hide their modules."""
+        """Complete functions with options and classes of options; replace modules by functions of the same name."""
         for package in [pkg, *_packages(pkg)]:
             for function in package.functions.values():
                 if not function.is_alias and any(str(d.value).startswith("with_options(") for d in function.decorators):
                     _complete(function)
             for options in package.classes.values():
                 if not options.is_alias and any(str(d.value) == "documented" for d in options.decorators):
-                    made = getattr(importlib.import_module(options.module.path), options.name)
-                    options.docstring = griffe.Docstring(inspect.getdoc(made) or "", parent=options)
+                    loaded = getattr(importlib.import_module(options.module.path), options.name)
+                    options.docstring = griffe.Docstring(inspect.getdoc(loaded) or "", parent=options)
         hidden = {
             module.path: (package, module.members[name])
             for package in _packages(pkg)
@@ -43,11 +43,11 @@ def _packages(package: griffe.Module) -> Iterator[griffe.Module]:
 
 
 def _complete(function: griffe.Function) -> None:
-    made = getattr(importlib.import_module(function.module.path), function.name)
-    function.docstring = griffe.Docstring(inspect.getdoc(made) or "", parent=function)
-    function.parameters = griffe.Parameters(*map(_parameter, inspect.signature(made).parameters.values()))
+    loaded = getattr(importlib.import_module(function.module.path), function.name)
+    function.docstring = griffe.Docstring(inspect.getdoc(loaded) or "", parent=function)
+    function.parameters = griffe.Parameters(*map(_parameter, inspect.signature(loaded).parameters.values()))
 
 
-def _parameter(given: inspect.Parameter) -> griffe.Parameter:
-    default = None if given.default is given.empty else repr(given.default).replace("<factory>", "...")
-    return griffe.Parameter(given.name, kind=griffe.ParameterKind(given.kind.description), default=default)
+def _parameter(parameter: inspect.Parameter) -> griffe.Parameter:
+    default = None if parameter.default is parameter.empty else repr(parameter.default).replace("<factory>", "...")
+    return griffe.Parameter(parameter.name, kind=griffe.ParameterKind(parameter.kind.description), default=default)

@@ -1,4 +1,4 @@
-"""Writes the tables in these pages from those in the code: `python docs/tables.py`. A test checks that they agree."""
+"""Write the tables of the documentation from those in the code: `python docs/tables.py`. A test compares them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def rows(header: str, lines: Iterable[tuple[str, ...]]) -> str:
     return "\n".join([*head, *("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)])
 
 
-def options(given: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}`" if value is None else f"`{name}={_word(value)}`" for name, value in given.items())
+def options(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}`" if value is None else f"`{name}={_word(value)}`" for name, value in values.items())
 
 
 def _word(value: Any) -> str:
@@ -47,9 +47,8 @@ def losses() -> str:
 
 
 def optimizers() -> str:
-    found = build.entries("optimizers")
     lines = []
-    for name, entry in found.items():
+    for name, entry in build.entries("optimizers").items():
         numbers = {k: v for k, v in entry.options.items() if k not in entry.choices}
         choices = {k: v for k, v in entry.choices.items() if k not in _COMMON}
         words = "; ".join(f"`{k}`: {', '.join(map(_word, v))}" for k, v in choices.items())
@@ -74,16 +73,16 @@ def augmentations() -> str:
 
 
 _COMMON = ("warmup", "warmup_start", "every", "scale", "maximize", "standard")
-"""Options that all entries of a catalog have, and texts beside the tables explain."""
+"""Options that all entries of a catalog have. The text around the tables explains them."""
 
 
 def _catalog(kind: build.Catalog, header: str) -> str:
-    """What a recipe can name, as `onward prepare --list` shows it."""
+    """Return a table of the names in a recipe, as `onward prepare --list` prints them."""
     return rows(
         header,
         (
             (
-                ", ".join(f"`{each}`" for each in (name, *entry.short_names)),
+                ", ".join(f"`{alias}`" for alias in (name, *entry.short_names)),
                 entry.summary,
                 options({k: v for k, v in entry.options.items() if k not in _COMMON}),
             )
@@ -100,66 +99,66 @@ def run_options() -> str:
     return _declared(ModelAndData, TrainConfig)
 
 
-def _declared(*kinds: type) -> str:
-    """Options as they are typed, as arguments and keys of files are called, and what they say."""
+def _declared(*classes: type) -> str:
+    """Return a table of options: flags, names of arguments and keys, help."""
     lines = []
-    for one in itertools.chain.from_iterable(map(options_of, kinds)):
-        flags = ", ".join(sorted(one.flags, key=len))
-        lines.append((f"`{' '.join(filter(None, (flags, one.metavar)))}`", f"`{one.name}`", one.help))
+    for option in itertools.chain.from_iterable(map(options_of, classes)):
+        flags = ", ".join(sorted(option.flags, key=len))
+        lines.append((f"`{' '.join(filter(None, (flags, option.metavar)))}`", f"`{option.name}`", option.help))
     return rows("option|argument, key|what it says", lines)
 
 
 def codes() -> str:
-    parts = []
+    sections = []
     for prefix, title in FAMILIES.items():
         of_family = [(code, entry) for code, entry in CODES.items() if code.startswith(prefix)]
         lines = ((f"`{code}`", str(entry.severity), entry.meaning, entry.rule) for code, entry in of_family)
-        parts.append(f"### {title[:1].upper()}{title[1:]}\n\n" + rows("code|severity|what it means|rule", lines))
-    return "\n\n".join(parts)
+        sections.append(f"### {title[:1].upper()}{title[1:]}\n\n" + rows("code|severity|what it means|rule", lines))
+    return "\n\n".join(sections)
 
 
 def gradients() -> str:
-    """Every operator of the standard, from the table of rules itself."""
+    """Return a table of the operators of the standard and their rules."""
     newest: dict[str, Any] = {}
     for schema in defs.get_all_schemas():
         if schema.domain == "" and not schema.deprecated:
             newest[schema.name] = schema
-    return rows("operator|gradient", ((f"`{name}`", _how(newest[name])) for name in sorted(newest)))
+    return rows("operator|gradient", ((f"`{name}`", _gradient_of(newest[name])) for name in sorted(newest)))
 
 
 def classical() -> str:
-    """Every operator of `ai.onnx.ml`."""
+    """Return a table of the operators of `ai.onnx.ml` and their rules."""
     return _of_domain("ai.onnx.ml")
 
 
 def microsoft() -> str:
-    """The operators of ONNX Runtime that are known."""
+    """Return a table of the operators of ONNX Runtime with a rule."""
     return _of_domain("com.microsoft")
 
 
 def _of_domain(domain: str) -> str:
-    known = sorted(name for of, name in RULES if of == domain)
-    return rows("operator|gradient", ((f"`{name}`", _kind(RULES[domain, name])) for name in known))
+    names = sorted(name for of, name in RULES if of == domain)
+    return rows("operator|gradient", ((f"`{name}`", _gradient(RULES[domain, name])) for name in names))
 
 
-def _how(schema: Any) -> str:
+def _gradient_of(schema: Any) -> str:
     rule = RULES.get(("", schema.name))
     if rule is not None:
-        return _kind(rule)
+        return _gradient(rule)
     return "through its body" if schema.has_function or schema.has_context_dependent_function else "not yet"
 
 
-def _kind(rule: Rule | Rewrite | NoGradient) -> str:
+def _gradient(rule: Rule | Rewrite | NoGradient) -> str:
     if isinstance(rule, NoGradient):
         return f"none: {rule.reason}"
     return "rewritten" if isinstance(rule, Rewrite) else "rule"
 
 
-# ---- engines on the standard's own tests -----------------------------------------------------------------------------
+# ---- engines on the tests of the standard ----------------------------------------------------------------------------
 
 
 def _conformity() -> Any:
-    """The tests know which cases there are, and which an engine does not pass."""
+    """Return the module of the tests with all cases, and those that an engine fails."""
     return _from_tests("conformity")
 
 
@@ -205,24 +204,24 @@ def scoreboard() -> str:
 
 
 def training_models() -> str:
-    """Training models of the standard's operators: tests hold every engine to each."""
+    """Return a table of training models of the standard's operators, which the tests run on all engines."""
     cases, engines = _from_tests("standard_training").CASES, _conformity().ENGINES
     lines = ((name, case.summary, *("yes" for _ in engines)) for name, case in cases.items())
     return rows("training with|what is special|" + "|".join(engines), lines)
 
 
-# ---- what frameworks make of optimizers, losses and schedules --------------------------------------------------------
+# ---- optimizers, losses and schedules in frameworks ------------------------------------------------------------------
 
 
 def _read(kind: str) -> str:
-    """What users of a framework write, and what a training model has for it."""
+    """Return tables of names in a framework, and what a training model has for each."""
     grid = _from_tests("grid.record")
-    found = {title: list(grid.read(kind, framework)) for framework, title in grid.FRAMEWORKS.items()}
-    return "\n\n".join(f"**{title}**\n\n" + rows(f"{kind}|", lines) for title, lines in found.items() if lines)
+    tables = {title: list(grid.read(kind, framework)) for framework, title in grid.FRAMEWORKS.items()}
+    return "\n\n".join(f"**{title}**\n\n" + rows(f"{kind}|", lines) for title, lines in tables.items() if lines)
 
 
 def _made(kind: str) -> str:
-    """What a recipe says, and what frameworks have for it."""
+    """Return a table of names in a recipe, and what frameworks have for each."""
     grid = _from_tests("grid.record")
     lines, reasons = grid.made(kind)
     first = f"{kind}|as in" if kind == "optimizers" else kind
@@ -265,13 +264,13 @@ RECORDED = {
     "safetensors": "trainer/model.safetensors",
     "torch": "plain.pt",
 }
-"""Checkpoints that the tests have of the real frameworks, by format; others are called as it is."""
+"""Format -> recorded checkpoint of a framework in the tests, if it has another name than the format."""
 INFORMATION: dict[str, Callable[[Checkpoint], Any]] = {
     "parameters": lambda c: c.tensors,
-    "optimizer": lambda c: any(each.slots for each in c.optimizers),
-    "names of its state": lambda c: c.optimizers and all(each.has_names for each in c.optimizers),
-    "class, numbers": lambda c: c.optimizers and all(g.optimizer for each in c.optimizers for g in each.groups),
-    "schedule": lambda c: any(each.words is not None for each in c.schedules),
+    "optimizer": lambda c: any(o.slots for o in c.optimizers),
+    "names of its state": lambda c: c.optimizers and all(o.has_names for o in c.optimizers),
+    "class, numbers": lambda c: c.optimizers and all(g.optimizer for o in c.optimizers for g in o.groups),
+    "schedule": lambda c: any(s.words is not None for s in c.schedules),
     "step": lambda c: c.step is not None,
     "random": lambda c: c.randomness,
     "data": lambda c: c.data,
@@ -284,17 +283,19 @@ INFORMATION: dict[str, Callable[[Checkpoint], Any]] = {
 
 
 def checkpoints() -> str:
-    """What is read from the recorded checkpoint of each format, and what is there after it was written again."""
+    """Return a table of what is read from the recorded checkpoint of each format, and what remains after writing."""
     lines = []
     for format in FORMATS:
-        place = HERE.parent / "tests" / "recorded" / RECORDED.get(format.name, format.name)
-        if not place.exists():
+        path = HERE.parent / "tests" / "recorded" / RECORDED.get(format.name, format.name)
+        if not path.exists():
             continue
-        found, again = open_checkpoint(place), None
+        checkpoint, again = open_checkpoint(path), None
         if format.write is not None:
             with tempfile.TemporaryDirectory() as folder:
-                again = open_checkpoint(to_checkpoint(found, Path(folder) / f"x{format.ending}", format=format.name))
-        cells = [_cell(has(found), again is not None and has(again)) for has in INFORMATION.values()]
+                again = open_checkpoint(
+                    to_checkpoint(checkpoint, Path(folder) / f"x{format.ending}", format=format.name)
+                )
+        cells = [_cell(has(checkpoint), again is not None and has(again)) for has in INFORMATION.values()]
         lines.append((f"`{format.name}`", format.title, *cells))
     return rows("|".join(["format", "of", *INFORMATION]), lines)
 
@@ -308,19 +309,19 @@ def _specification() -> dict[str, Any]:
 
 
 def clauses() -> str:
-    """What the standard says on training, and what comes of it."""
-    parts = []
-    for part in _specification()["part"]:
+    """Return tables of the clauses of the standard on training, and what Onward does."""
+    sections = []
+    for section in _specification()["part"]:
         lines = (
             (c["where"], c["force"], c["says"], c["does"], "<br>".join(_by_function(c["tests"])))
-            for c in part["clause"]
+            for c in section["clause"]
         )
-        parts.append(f"## {part['title']}\n\n" + rows("where||the standard|Onward|shown by", lines))
-    return "\n\n".join(parts)
+        sections.append(f"## {section['title']}\n\n" + rows("where||the standard|Onward|shown by", lines))
+    return "\n\n".join(sections)
 
 
 def _by_function(tests: Iterable[str]) -> Iterable[str]:
-    """Tests as pytest names them, the name of a function once for all its cases."""
+    """Yield tests with their names in pytest; the cases of a function after the first as `[case]`."""
     last = ""
     for test in tests:
         function, bracket, case = test.partition("[")
@@ -329,7 +330,7 @@ def _by_function(tests: Iterable[str]) -> Iterable[str]:
 
 
 def questions() -> str:
-    """What it leaves open."""
+    """Return the questions that the standard leaves open."""
     return "\n\n".join(
         f"### {number}. {q['title']}\n\n{_wrapped(q['text'])}\n\n"
         f"{_wrapped('Possible readings: ' + q['readings'])}\n\n{_wrapped('Ours: ' + q['ours'])}"

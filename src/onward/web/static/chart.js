@@ -1,13 +1,13 @@
-// A curve that grows: thin what was measured, bold its mean over a stretch, dots what was measured once in a while.
+// A live chart: a thin line of values, a bold line of their moving average, and dots for validations.
 
 const NAMESPACE = "http://www.w3.org/2000/svg";
 const [HEIGHT, LEFT, RIGHT, TOP, BOTTOM] = [216, 46, 12, 12, 24];
 
 export class Chart {
-  // `format` writes a value; `least` and `most` are limits that the axis keeps, if given.
+  // `format` formats a value; `least` and `most` (optional) are values that the axis always includes.
   constructor(figure, { name, format, least, most }) {
     Object.assign(this, { figure, name, format, least, most });
-    this.svg = element("svg", { role: "img", "aria-label": `${name}: nothing yet` });
+    this.svg = element("svg", { role: "img", "aria-label": `${name}: no values yet` });
     figure.append(this.svg);
     this.latest = [[], [], []];
     new ResizeObserver(() => this.draw(...this.latest)).observe(figure);
@@ -23,7 +23,7 @@ export class Chart {
     this.svg.setAttribute("height", HEIGHT);
     if (!all.length) {
       const hint = this.#add("text", { x: width / 2, y: HEIGHT / 2, "text-anchor": "middle", class: "empty" });
-      hint.textContent = "The curve begins when training does.";
+      hint.textContent = "Starts with training.";
       return;
     }
     const last = Math.max(steps.at(-1) ?? 0, dots.at(-1)?.[0] ?? 0, 1);
@@ -69,16 +69,16 @@ export class Chart {
   }
 
   #add(name, attributes) {
-    const made = element(name, attributes);
-    this.svg.append(made);
-    return made;
+    const child = element(name, attributes);
+    this.svg.append(child);
+    return child;
   }
 }
 
 function element(name, attributes) {
-  const made = document.createElementNS(NAMESPACE, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
+  const created = document.createElementNS(NAMESPACE, name);
+  for (const [key, value] of Object.entries(attributes)) created.setAttribute(key, value);
+  return created;
 }
 
 function path(points, x, y) {
@@ -86,13 +86,13 @@ function path(points, x, y) {
   return good.map(([step, value], at) => `${at ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
 }
 
-// As many points as there are pixels.
+// Thin a curve to one point per pixel.
 function thin(steps, values, width) {
   const every = Math.max(Math.ceil(values.length / width), 1);
   return steps.map((step, at) => [step, values[at]]).filter((_, at) => at % every === 0 || at === values.length - 1);
 }
 
-// A moving mean over what came before and after, over more of it the longer it is.
+// Return the moving average over a centered window, which grows with the length of the curve.
 export function smooth(values) {
   const reach = Math.ceil(values.length / 60);
   const sums = [0];
@@ -103,13 +103,13 @@ export function smooth(values) {
   });
 }
 
-// Round numbers between two.
+// Return round numbers between two numbers.
 export function ticks(low, high, most) {
   const rough = (high - low) / most || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((one) => one >= rough * 0.999);
-  const found = [];
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= rough * 0.999);
+  const numbers = [];
   for (let at = Math.ceil(low / step - 1e-9); at * step <= high + step * 1e-9; at++)
-    found.push(Number((at * step).toPrecision(12)));
-  return found;
+    numbers.push(Number((at * step).toPrecision(12)));
+  return numbers;
 }

@@ -1,4 +1,4 @@
-// The page's side of the worker: calls that it answers, and events that it tells.
+// The page's side of the worker: calls with answers, and events.
 
 export class Client {
   constructor(onEvent) {
@@ -12,7 +12,7 @@ export class Client {
       return data.error === undefined ? resolve(data.result) : reject(new Error(data.error));
     };
     this.worker.onerror = (event) => {
-      const error = new Error(event.message || "the worker could not be started");
+      const error = new Error(event.message || "the worker did not start");
       for (const { reject } of this.waiting.values()) reject(error);
       this.waiting.clear();
     };

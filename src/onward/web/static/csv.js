@@ -1,8 +1,8 @@
-// Tables that people have: text with a row in each line, as spreadsheets write it.
+// Tables as text: one row per line, as spreadsheets export them.
 
 export class TableError extends Error {}
 
-// The cells of each line. Quoted cells may hold separators, quotes ("") and new lines.
+// Return the cells of each line. Quoted cells may contain separators, quotes ("") and newlines.
 export function parse(text) {
   const separator = chooseSeparator(text);
   const lines = [];
@@ -31,18 +31,19 @@ export function parse(text) {
   }
   end();
   lines.push(line);
-  return lines.filter((cells) => cells.some((one) => one !== ""));
+  return lines.filter((cells) => cells.some((text) => text !== ""));
 }
 
 function chooseSeparator(text) {
   const first = text.split("\n", 1)[0];
-  const counts = [",", ";", "\t"].map((one) => first.split(one).length);
+  const counts = [",", ";", "\t"].map((separator) => first.split(separator).length);
   return [",", ";", "\t"][counts.indexOf(Math.max(...counts))];
 }
 
-// Samples out of a table: {input: numbers}. The target is the column that is called so, or the last.
+// Return the samples of a table: {input: numbers}. The target is the column with its name, else the last one.
 //
-// `inputs` are those of a batch, one of them a target; `labels`, if the target is a class, says which input it is and what classes are called.
+// `inputs` are the inputs of a batch, one of them a target. `labels` (null unless the target is a class) names this input and
+// its classes.
 export function samplesOf(text, inputs, labels) {
   const lines = parse(text);
   if (!lines.length) throw new TableError("The table is empty.");
@@ -51,12 +52,12 @@ export function samplesOf(text, inputs, labels) {
   const sizes = new Map(inputs.map((input) => [input, input.shape.reduce((a, b) => a * b, 1)]));
   const width = [...sizes.values()].reduce((a, b) => a + b, 0);
   const words = lines[0].filter((cell) => cell !== "" && !isNumber(cell)).length;
-  const header = words > sizes.get(target) ? lines.shift() : null; // classes may have names, and nothing else has
+  const header = words > sizes.get(target) ? lines.shift() : null; // only classes can be words
   const first = header ? targetColumn(header, target.name, sizes.get(target)) : width - sizes.get(target);
   return lines.map((cells, number) => {
     const where = `Line ${number + 1 + (header ? 1 : 0)}`;
     if (cells.length !== width) {
-      throw new TableError(`${where} has ${cells.length} columns; a row needs ${width}, the target among them.`);
+      throw new TableError(`${where} has ${cells.length} columns; a row needs ${width}, including the target.`);
     }
     const answers = cells.slice(first, first + sizes.get(target));
     const rest = [...cells.slice(0, first), ...cells.slice(first + sizes.get(target))];
@@ -72,8 +73,8 @@ export function samplesOf(text, inputs, labels) {
 
 function targetColumn(header, name, size) {
   const words = [name, "label", "labels", "class", "target", "y"].map((word) => word.toLowerCase());
-  const found = header.findIndex((cell) => words.includes(cell.toLowerCase()));
-  return found >= 0 && size === 1 ? found : header.length - size;
+  const index = header.findIndex((cell) => words.includes(cell.toLowerCase()));
+  return index >= 0 && size === 1 ? index : header.length - size;
 }
 
 const isNumber = (cell) => cell !== "" && Number.isFinite(Number(cell));
@@ -84,9 +85,9 @@ function toNumber(cell, where) {
 }
 
 function classOf(cell, labels, where) {
-  const named = labels.names.indexOf(cell);
-  if (named >= 0) return named;
+  const index = labels.names.indexOf(cell);
+  if (index >= 0) return index;
   const number = Number(cell);
   if (Number.isInteger(number) && number >= 0 && number < labels.count && cell !== "") return number;
-  throw new TableError(`${where}: “${cell}” is none of the classes ${labels.names.slice(0, 12).join(", ")}.`);
+  throw new TableError(`${where}: “${cell}” is not a class (${labels.names.slice(0, 12).join(", ")}).`);
 }

@@ -1,4 +1,4 @@
-// The panel for data: what came with the page, and what people have given it.
+// The data panel: the examples of the page, and the visitor's examples.
 
 import { samplesOf } from "./csv.js";
 import { count, find, make, say } from "./elements.js";
@@ -7,11 +7,11 @@ import { paint } from "./pictures.js";
 const MOST_SHOWN = 48;
 
 export class DataPanel {
-  // `onChange` is told the status of the worker after each change.
+  // `onChange(status)` is called with the status of the worker after each change.
   constructor(page, client, samples, using, onChange) {
     Object.assign(this, { page, client, samples, onChange });
     const bundled = page.data.training?.rows ?? 0;
-    find("bundled-text").textContent = `${count(bundled, "example")} that came with this page`;
+    find("bundled-text").textContent = `${count(bundled, "example")} from this page`;
     find("use-bundled").closest("label").hidden = !bundled;
     find("use-bundled").checked = using.bundled;
     find("use-own").checked = using.own;
@@ -50,7 +50,7 @@ export class DataPanel {
     find("use-own").closest("label").hidden = !total;
     find("own-hint").hidden = total > 0;
     find("own-hint").textContent =
-      `Give it examples of your own${this.page.picture ? ": under “Teach”, or" : ""} as a table.`;
+      `Add your own examples${this.page.picture ? " under “Teach”, or" : ""} as a .csv file.`;
     find("forget").hidden = !total;
     const { picture, labels, inputs } = this.page;
     const input = inputs.find(({ is_target }) => !is_target);
@@ -80,7 +80,7 @@ export class DataPanel {
       const size = input.shape.reduce((a, b) => a * b, 1);
       return `${count(size, size === 1 && input.name === labels?.input ? "class" : "number")} for ${input.name}`;
     });
-    return `A .csv file with a line for each example: ${parts.join(", then ")}. A first line with names is welcome.`;
+    return `A .csv file with one line per example: ${parts.join(", then ")}. A header line is optional.`;
   }
 
   async #readTable(input) {
@@ -88,9 +88,9 @@ export class DataPanel {
     try {
       const samples = samplesOf(await file.text(), this.page.inputs, this.page.labels);
       await this.add(samples);
-      say(`${count(samples.length, "example")} from ${file.name}.`);
+      say(`Added ${count(samples.length, "example")} from ${file.name}.`);
     } catch (error) {
-      say(`${file.name} cannot be used. ${error.message}`);
+      say(`Cannot read ${file.name}. ${error.message}`);
     }
     input.value = "";
   }

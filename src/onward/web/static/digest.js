@@ -1,5 +1,5 @@
-// A short name for bytes: other bytes have another one, unless somebody takes great pains. (Browsers have better ones,
-// but not on pages that came without encryption, such as those of a machine next door.)
+// A non-cryptographic hash of bytes. (Browsers have SHA-256 in crypto.subtle, but only on
+// pages with HTTPS, which pages in a local network often lack.)
 
 const SEEDS = [0x811c9dc5, 0x1b873593, 0xcc9e2d51, 0x9e3779b9];
 

@@ -1,4 +1,4 @@
-// Small helpers for elements of the page.
+// Helpers for elements and texts of the page.
 
 export const find = (id) => document.getElementById(id);
 
@@ -22,7 +22,7 @@ export function download(bytes, name, type = "application/octet-stream") {
   setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
 }
 
-// Something for everybody to know: shown, and said by screen readers.
+// Show a notice, which screen readers announce.
 export function say(text) {
   find("notice").textContent = text;
   find("notice").hidden = !text;

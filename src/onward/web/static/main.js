@@ -1,4 +1,4 @@
-// The page: opens the worker, and lets its panels say and show what it does.
+// The page: starts the worker, and shows its progress in the panels.
 
 import { Chart } from "./chart.js";
 import { Client } from "./client.js";
@@ -12,7 +12,7 @@ let client, page, tryPanel, lossChart, accuracyChart;
 let isRunning = false;
 let place = { step: 0, epoch: 0, batch: 0 };
 
-// ---- how it goes ----
+// ---- progress ----
 
 function show({ history, place: now, perSecond, rows, perEpoch }) {
   place = now;
@@ -33,17 +33,17 @@ function show({ history, place: now, perSecond, rows, perEpoch }) {
   find("at-loss").textContent = losses.length ? losses.at(-1).toFixed(4) : "–";
   find("at-accuracy").textContent = last?.accuracy != null ? percent(last.accuracy) : "–";
   find("accuracy-of").textContent =
-    last && !last.heldOut ? "on the examples it learns from" : "on examples it does not learn from";
+    last && !last.heldOut ? "on training examples" : "on validation examples";
   if (perSecond) find("at-speed").textContent = `${Math.round(perSecond).toLocaleString("en")} / s`;
   if (rows !== undefined)
-    find("rows").textContent = `It learns from ${count(rows, "example")}, ${count(perEpoch, "step")} an epoch.`;
+    find("rows").textContent = `Training on ${count(rows, "example")}, ${count(perEpoch, "step")} per epoch.`;
 }
 
 function setRunning(running) {
   isRunning = running;
   document.body.classList.toggle("running", running);
-  find("verdict").setAttribute("aria-live", running ? "off" : "polite"); // it changes with every step
-  find("go").textContent = running ? "Stop" : place.step ? "Go on" : "Train";
+  find("verdict").setAttribute("aria-live", running ? "off" : "polite"); // predictions change in every step
+  find("go").textContent = running ? "Stop" : place.step ? "Resume" : "Train";
   find("reset").disabled = running || !place.step;
 }
 
@@ -68,12 +68,12 @@ const events = {
 
 function describe({ place: { step, epoch }, history: { validations } }) {
   const last = validations.at(-1);
-  const how =
+  const result =
     last?.accuracy != null ? `, accuracy ${percent(last.accuracy)}` : last ? `, loss ${last.loss.toFixed(4)}` : "";
-  return `${count(step, "step")}, ${count(epoch, "epoch")}${how}.`;
+  return `${count(step, "step")}, ${count(epoch, "epoch")}${result}.`;
 }
 
-// ---- what people do ----
+// ---- actions ----
 
 async function go() {
   say("");
@@ -95,61 +95,61 @@ async function go() {
 
 async function reset() {
   settle(await client.call("reset"));
-  find("progress").textContent = "Back at the beginning.";
+  find("progress").textContent = "Reset to the initial state.";
 }
 
 async function save(what, name) {
   try {
     download(await client.call(what), name);
   } catch (error) {
-    say(`It could not be saved: ${error.message}`);
+    say(`The download failed: ${error.message}`);
   }
 }
 
 async function chooseDevice(event) {
-  const wanted = event.target.value === "graphics";
+  const graphics = event.target.value === "graphics";
   try {
-    const status = await client.call("choose", { graphics: wanted });
+    const status = await client.call("choose", { graphics });
     event.target.value = status.graphics ? "graphics" : "processor";
     settle(status);
-    tellDevice(status);
+    showDevice(status);
   } catch (error) {
     say(error.message);
   }
 }
 
-function tellDevice({ graphics, threads }) {
+function showDevice({ graphics, threads }) {
   find("device-text").textContent = graphics
-    ? "It computes on the graphics card."
-    : `It computes on the processor, in ${count(threads, "thread")}.`;
+    ? "Training runs on the GPU."
+    : `Training runs on the CPU, in ${count(threads, "thread")}.`;
 }
 
-// ---- the beginning ----
+// ---- start ----
 
 function fillAbout(status) {
-  document.title = `${page.title} – train it here`;
+  document.title = `${page.title} – train it in the browser`;
   find("title").textContent = page.title;
   const rows = [
     ["parameters", page.about.parameters.toLocaleString("en")],
     ...page.about.rows,
-    ["batches", `of ${page.order.batch_size}, as onward train takes them with seed ${page.order.seed}`],
+    ["batches", `of ${page.order.batch_size}, in the order of onward train with seed ${page.order.seed}`],
     ["runtime", `ONNX Runtime ${page.runtime.version}`],
   ];
   for (const [name, text] of rows) find("facts").append(make("div", {}, make("dt", {}, name), make("dd", {}, text)));
-  tellDevice(status);
+  showDevice(status);
   const file = page.title.replace(/[^\w.-]+/g, "-") || "model";
   find("save-model").addEventListener("click", () => save("model", `${file}-trained.onnx`));
   find("save-training").addEventListener("click", () => save("training", `${file}-training.onnx`));
   find("kept").textContent = status.keeps
-    ? "This browser keeps the run and your examples: close the tab whenever you like, and go on later."
-    : "This browser keeps nothing for this page: closing the tab loses the run. Save the model before.";
+    ? "This browser stores the run and your examples: you can close the tab and resume later."
+    : "This browser stores nothing for this page: closing the tab loses the run. Download the model before you close it.";
 }
 
 function missing() {
   if (typeof WebAssembly !== "object")
-    return "This browser cannot run programs (WebAssembly), which training needs. Another one can: Firefox, Chrome, Edge and Safari do.";
+    return "This browser has no WebAssembly, which training needs. Use Firefox, Chrome, Edge or Safari.";
   if (typeof DecompressionStream !== "function")
-    return "This browser is too old to unpack what it needs. A newer one can: those since 2023 do.";
+    return "This browser has no DecompressionStream, which the page needs. Use a browser from 2023 or later.";
   return null;
 }
 
@@ -184,7 +184,7 @@ function fill(status) {
       least: 0,
       most: 1,
     });
-  else for (const one of document.querySelectorAll(".of-classes")) one.hidden = true;
+  else for (const element of document.querySelectorAll(".of-classes")) element.hidden = true;
   const dataPanel = new DataPanel(page, client, status.samples, status.using, (now) => {
     settle(now);
     tryPanel.setCounts(dataPanel.samples);
@@ -194,7 +194,7 @@ function fill(status) {
   new TogetherPanel(client, page.title, settle);
   show(status);
   setRunning(false);
-  if (status.resumed) find("progress").textContent = `It stands where you left it: ${describe(status)}`;
+  if (status.resumed) find("progress").textContent = `Resumed: ${describe(status)}`;
   find("go").addEventListener("click", go);
   find("reset").addEventListener("click", reset);
   find("device").addEventListener("change", chooseDevice);
@@ -205,4 +205,4 @@ function fill(status) {
   );
 }
 
-start().catch((error) => fail(`It could not be started: ${error.message}`));
+start().catch((error) => fail(`The page did not start: ${error.message}`));

@@ -1,7 +1,7 @@
-// Which row comes at a position of a shuffle: the same rows that `onward train` takes, computed and not stored.
+// The row at a position of a shuffle: the order of `onward train`, computed and not stored.
 //
-// Rows are laid out as a grid; each round of a Feistel network shifts one coordinate by a hash of the other. A position
-// that leads outside of the rows is followed further until it comes back.
+// Rows form a grid. Each round of a Feistel network shifts one coordinate by a hash of the other. If the result is outside of
+// the rows, the network is applied again until it is inside.
 
 const ROUNDS = 10;
 const GOLDEN = 0x9e3779b97f4a7c15n;
@@ -40,7 +40,7 @@ function integerRoot(number) {
   return root;
 }
 
-// The next number of the generator SplitMix64.
+// Return the next number of the generator SplitMix64.
 const mix = (number) => hash(wrap(number + GOLDEN));
 
 function hash(number) {

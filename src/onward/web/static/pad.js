@@ -1,15 +1,15 @@
-// A pad to draw on, with a finger, a pen, a mouse or the arrow keys; it can also show a picture or a camera.
+// A drawing pad for touch, pen, mouse and arrow keys. It also shows images and the camera.
 
 import { fromImage, fromInk, paint } from "./pictures.js";
 import { find, say } from "./elements.js";
 
-const SIZE = 280; // pixels of the pad, whatever its size on the screen
-const PEN = 26;
-const INK = "#4277ec"; // to be seen on light and dark paper
-const FRAMES = 150; // milliseconds between two looks at the camera
+const SIZE = 280; // pixels of the canvas, at any size on the screen
+const PEN = 26; // width of strokes in pixels
+const INK = "#4277ec"; // visible in light and dark mode
+const FRAMES = 150; // milliseconds between camera frames
 
 export class Pad {
-  // `onChange(values)` is told what the model would see; null when there is nothing.
+  // `onChange(values)` is called with the input of the model, or null if the pad is empty.
   constructor(picture, onChange) {
     Object.assign(this, { picture, onChange });
     this.canvas = find("pad");
@@ -35,7 +35,7 @@ export class Pad {
     find("pad-hint").hidden = false;
   }
 
-  // Show a picture, and take it.
+  // Show an image and use it as input.
   show(image) {
     this.clear();
     this.#take(fromImage(image, this.picture));
@@ -69,8 +69,8 @@ export class Pad {
 
   #move(event) {
     if (!this.from) return;
-    for (const one of event.getCoalescedEvents?.() ?? [event]) {
-      const to = this.#at(one);
+    for (const move of event.getCoalescedEvents?.() ?? [event]) {
+      const to = this.#at(move);
       this.#stroke(this.from, to);
       this.from = to;
     }
@@ -124,8 +124,8 @@ export class Pad {
     } catch (error) {
       say(
         error.name === "NotAllowedError"
-          ? "The camera was not allowed. The settings of the browser for this page say otherwise."
-          : "There is no camera to use.",
+          ? "The camera is blocked. Allow it in the browser settings for this page."
+          : "No camera is available.",
       );
       return;
     }

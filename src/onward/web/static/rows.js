@@ -1,4 +1,4 @@
-// Data: columns of numbers, one for each input of a batch, and rows taken from them.
+// Data: a column of numbers for each input of a batch, and batches of their rows.
 
 import { Order } from "./order.js";
 import { arrayAt, ARRAYS, convert, sizeOf } from "./tensors.js";
@@ -9,17 +9,17 @@ export class Rows {
     this.count = count;
   }
 
-  // What `page.json` describes, out of `data.bin`. Numbers are stored narrow, and come back to the last bit.
+  // Read the columns that `page.json` describes from `data.bin`. Narrow numbers are restored bit for bit.
   static read(part, bytes) {
     const columns = part.columns.map(({ name, type, shape, stored, divisor, offset }) => {
-      const found = arrayAt(bytes, offset, stored, part.rows * sizeOf(shape));
-      const values = divisor === 1 ? convert(found, type) : ARRAYS[type].from(found, (number) => number / divisor);
+      const numbers = arrayAt(bytes, offset, stored, part.rows * sizeOf(shape));
+      const values = divisor === 1 ? convert(numbers, type) : ARRAYS[type].from(numbers, (number) => number / divisor);
       return { name, type, shape, values };
     });
     return new Rows(columns, part.rows);
   }
 
-  // Samples that a person has given: a list of {name: numbers}.
+  // Return the rows of samples, a list of {name: numbers}.
   static of(inputs, samples) {
     const columns = inputs.map(({ name, type, shape }) => {
       const size = sizeOf(shape);
@@ -43,7 +43,7 @@ export class Rows {
     return new Rows(columns, first.count + second.count);
   }
 
-  // Tensors of these rows, by the names of inputs.
+  // Return tensors of some rows, by the names of inputs.
   take(rows, Tensor) {
     const batch = {};
     for (const { name, type, shape, values } of this.columns) {
@@ -56,7 +56,7 @@ export class Rows {
   }
 }
 
-// How many batches an epoch has, and which rows are in each: `order` is that of `page.json`.
+// The batches of an epoch, and the rows of each batch. `order` is from `page.json`.
 export class Batches {
   constructor(count, order) {
     this.count = count;

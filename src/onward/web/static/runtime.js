@@ -1,10 +1,10 @@
-// ONNX Runtime, on the processor or on the graphics card.
+// ONNX Runtime, on the CPU or on the GPU.
 
-// Programs are packed, since few servers pack them; some servers unpack them on the way.
+// Programs are stored compressed, since few servers compress them. Some servers decompress them in transit.
 export async function fetchBytes(url, options) {
   const response = await fetch(url, options);
   if (!response.ok)
-    throw new Error(`${url.split("?")[0]} is missing (${response.status}): was the whole folder copied?`);
+    throw new Error(`${url.split("?")[0]} is missing (${response.status}): copy the whole folder.`);
   return new Uint8Array(await response.arrayBuffer());
 }
 
@@ -26,7 +26,7 @@ export async function openRuntime({ runtime }, graphics, threads) {
   return ort;
 }
 
-// Several threads share memory, which browsers allow where a page is isolated from all others.
+// Threads need shared memory, which browsers allow only on cross-origin isolated pages.
 export function countThreads() {
   return globalThis.crossOriginIsolated ? Math.min(4, Math.ceil((navigator.hardwareConcurrency || 1) / 2)) : 1;
 }

@@ -1,4 +1,4 @@
-// Tensors in a file that others can read: a header in JSON with names, types, shapes and places, then the numbers.
+// Tensors in a .safetensors file: a JSON header with names, types, shapes and offsets, then the numbers.
 
 import { arrayAt, bytesOf, sizeOf } from "./tensors.js";
 
@@ -10,7 +10,7 @@ const TYPES = {
 const NAMES = Object.fromEntries(Object.entries(TYPES).map(([name, short]) => [short, name]));
 const LONGEST_HEADER = 100_000_000;
 
-// `tensors`: {name: {type, shape, values}}; `about`: texts by name.
+// `tensors`: {name: {type, shape, values}}; `about`: metadata, strings by name.
 export function write(tensors, about) {
   const header = { __metadata__: about };
   let size = 0;

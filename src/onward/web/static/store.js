@@ -1,9 +1,9 @@
-// What the browser keeps: the run, and the samples that a person has given. Both belong to one page, by its fingerprint.
+// Storage in the browser: the run, and the visitor's samples. The key is the fingerprint of the page.
 
 const NAME = "onward";
 const STORES = ["runs", "samples"];
 
-// Opens the storage of the browser; null where it has none for us, as in some private windows.
+// Open the storage of the browser. Return null if there is none, as in some private windows.
 export async function openStore(fingerprint) {
   try {
     const database = await new Promise((resolve, reject) => {
@@ -37,7 +37,7 @@ class Store {
     return this.#do(store, "readwrite", (objects) => objects.delete(this.key));
   }
 
-  // All of it is written, or nothing: a tab may close at any time.
+  // One transaction: a tab may close at any time.
   #do(store, mode, act) {
     return new Promise((resolve, reject) => {
       const transaction = this.database.transaction(store, mode);

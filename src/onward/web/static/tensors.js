@@ -1,4 +1,4 @@
-// Types of tensors, and the arrays of JavaScript that hold their numbers.
+// Types of tensors, and their typed arrays in JavaScript.
 
 export const ARRAYS = {
   float32: Float32Array,
@@ -19,7 +19,7 @@ export const sizeOf = (shape) => shape.reduce((product, size) => product * size,
 
 export const bytesPer = (type) => ARRAYS[type].BYTES_PER_ELEMENT;
 
-// Numbers that stand at an offset in bytes, as an array of their own.
+// Return a copy of the numbers at an offset in bytes, as a typed array.
 export function arrayAt(bytes, offset, type, count) {
   const length = count * bytesPer(type);
   return new ARRAYS[type](bytes.slice(offset, offset + length).buffer);
@@ -27,11 +27,11 @@ export function arrayAt(bytes, offset, type, count) {
 
 export const bytesOf = (array) => new Uint8Array(array.buffer, array.byteOffset, array.byteLength);
 
-// An array of a type, of numbers or of bigints: 64 bits are bigints, and nothing else is.
+// Convert numbers or bigints to the typed array of a type: bigints for 64-bit integers, else numbers.
 export function convert(numbers, type) {
   const Target = ARRAYS[type];
   if (numbers instanceof Target) return numbers;
   if (type.endsWith("int64"))
-    return Target.from(numbers, (one) => BigInt(typeof one === "bigint" ? one : Math.round(one)));
-  return Target.from(numbers, type.startsWith("float") ? Number : (one) => Math.round(Number(one)));
+    return Target.from(numbers, (number) => BigInt(typeof number === "bigint" ? number : Math.round(number)));
+  return Target.from(numbers, type.startsWith("float") ? Number : (number) => Math.round(Number(number)));
 }

@@ -1,4 +1,4 @@
-// The panel for training with others: updates go from hand to hand as files, and samples stay where they are.
+// The panel for federated training: people exchange updates as files, and samples stay local.
 
 import { count, download, find, say } from "./elements.js";
 
@@ -18,11 +18,11 @@ export class TogetherPanel {
     const [number, parts] = ["part-number", "part-count"].map((id) => Number(find(id).value));
     try {
       if (!(number >= 1 && number <= parts))
-        throw new Error("The number of your part is between 1 and the number of parts.");
+        throw new Error(`Your part is ${number}, not from 1 to ${parts}.`);
       const update = await this.client.call("update", { number, count: parts });
       const name = (await this.client.call("name")).slice(0, 8);
       download(update, `${this.title}-update-${name}-${number}-of-${parts}.safetensors`);
-      say("Your update is a file now. Send it to the others, and add all of yours and theirs here.");
+      say("Your update is saved. Send the file to the others, then choose all updates here, yours and theirs.");
     } catch (error) {
       say(error.message);
     }
@@ -36,7 +36,7 @@ export class TogetherPanel {
       const status = await this.client.call("join", { files });
       this.onChange(status);
       say(
-        `One step with ${count(files.length, "update")}, of ${count(status.samples, "sample")}; loss ${status.loss.toFixed(4)}.`,
+        `Made a step with ${count(files.length, "update")} of ${count(status.samples, "sample")}; loss ${status.loss.toFixed(4)}.`,
       );
       await this.refresh();
     } catch (error) {

@@ -1,11 +1,11 @@
-// Training itself: the lowered step, again and again. It knows no page, and runs wherever onnxruntime does.
+// The training loop over the lowered step. It does not depend on the page, and runs on any onnxruntime.
 
 import { Batches } from "./rows.js";
 import { ARRAYS, bytesOf, sizeOf } from "./tensors.js";
 import { fill, readState } from "./weights.js";
 
 export class Training {
-  // `ort` is onnxruntime; `page` what `page.json` says; `read(name)` gives the bytes of a file of the page.
+  // `ort` is onnxruntime; `page` is the content of `page.json`; `read(name)` returns the bytes of a file of the page.
   constructor(ort, page, read, { graphics = false } = {}) {
     Object.assign(this, { ort, page, read, graphics });
     this.sessions = {};
@@ -27,7 +27,7 @@ export class Training {
     this.load(readState(this.file, this.page.state), { step: 0, epoch: 0, batch: 0 });
   }
 
-  // Go on from arrays by name, at a place.
+  // Resume from arrays by name, at a position.
   load(arrays, place) {
     const before = this.state ?? {};
     this.state = {};
@@ -38,19 +38,19 @@ export class Training {
     this.place = { ...place };
   }
 
-  // All state as arrays by name, wherever it is.
+  // Return all state as arrays by name, also from the GPU.
   arrays() {
     return this.alone(async () => {
-      const found = {};
+      const arrays = {};
       for (const { name, type } of this.page.state) {
         const data = await numbers(this.state[name]);
-        found[name] = new ARRAYS[type](bytesOf(data).slice().buffer);
+        arrays[name] = new ARRAYS[type](bytesOf(data).slice().buffer);
       }
-      return found;
+      return arrays;
     });
   }
 
-  // One thing at a time: somebody may try the model between two steps, never within one.
+  // Run actions one at a time: predictions run between two steps, never within one.
   alone(act) {
     const result = this.turn.then(act);
     this.turn = result.catch(() => {});
@@ -70,17 +70,17 @@ export class Training {
     return batches.rows(place.epoch, place.batch);
   }
 
-  // One step with the next batch; its metrics as numbers. An epoch has ended where `place.batch` is 0.
+  // Make one step with the next batch, and return its metrics. An epoch has ended if `place.batch` is 0.
   step() {
     return this.alone(async () => {
       const { update, metrics } = this.page.parts.step;
       const batch = this.rows.take(this.nextRows(), this.ort.Tensor);
       const results = await this.run("step", batch);
-      const told = {};
-      for (const name of metrics) told[name] = Number((await numbers(results[name]))[0]);
+      const values = {};
+      for (const name of metrics) values[name] = Number((await numbers(results[name]))[0]);
       this.replace(update, results);
       this.advance();
-      return told;
+      return values;
     });
   }
 
@@ -90,7 +90,7 @@ export class Training {
     if (place.batch >= this.batches.perEpoch) Object.assign(place, { epoch: place.epoch + 1, batch: 0 });
   }
 
-  // Put new state in the place of the old, all at once.
+  // Replace old state by new state.
   replace(update, results) {
     const old = [];
     for (const [name, output] of Object.entries(update)) {
@@ -106,23 +106,23 @@ export class Training {
     return session.run({ ...inputs, ...own });
   }
 
-  // ---- how good it is ----
+  // ---- evaluation ----
 
-  // What is evaluated and exported: averages of parameters, where training keeps such.
+  // State for evaluation and export: moving averages of parameters, if training has them.
   get exported() {
     const averages = Object.entries(this.page.averages).map(([name, average]) => [name, this.state[average]]);
     return { ...this.state, ...Object.fromEntries(averages) };
   }
 
-  // The mean loss over all rows, or the first of them, and the share of them whose class is right.
+  // Return the mean loss and the accuracy over all rows, or over the first `most`.
   async evaluate(rows, most = rows.count) {
     const end = Math.min(rows.count, most);
     const size = this.page.order.batch_size;
     const sum = { loss: 0, right: 0, counted: 0 };
     for (let first = 0; first < end; first += size) {
       const taken = Array.from({ length: Math.min(size, end - first) }, (_, at) => first + at);
-      const found = await this.alone(() => this.#evaluateBatch(rows, taken));
-      for (const name of Object.keys(sum)) sum[name] += found[name];
+      const result = await this.alone(() => this.#evaluateBatch(rows, taken));
+      for (const name of Object.keys(sum)) sum[name] += result[name];
     }
     return { loss: sum.loss / end, accuracy: sum.counted ? sum.right / sum.counted : null };
   }
@@ -135,13 +135,13 @@ export class Training {
     return { loss, ...score };
   }
 
-  // A batch of these rows; of a model for one size, copies of the last fill it up.
+  // Return a batch of rows. If the model has a fixed batch size, copies of the last row pad it.
   #full(rows, taken) {
     const missing = this.page.order.fixed ? this.page.order.batch_size - taken.length : 0;
     return rows.take([...taken, ...Array(missing).fill(taken.at(-1))], this.ort.Tensor);
   }
 
-  // The sum of the losses of rows that count. What the copies add, a batch of them tells.
+  // Return the sum of the losses of rows, without those of padding: a batch of copies measures these.
   async #sumOfLosses(rows, taken, mean) {
     const { fixed, batch_size: size } = this.page.order;
     if (!fixed || taken.length === size) return mean * taken.length;
@@ -155,22 +155,22 @@ export class Training {
     const { output, axis, input, ignored } = this.page.labels;
     const answers = results[output];
     const column = rows.columns.find(({ name }) => name === input);
-    const each = sizeOf(column.shape);
-    const found = bestOf(await numbers(answers), answers.dims, axis);
+    const perRow = sizeOf(column.shape);
+    const predictions = bestOf(await numbers(answers), answers.dims, axis);
     let right = 0;
     let counted = 0;
     taken.forEach((row, at) => {
-      for (let place = 0; place < each; place++) {
-        const label = Number(column.values[row * each + place]);
+      for (let position = 0; position < perRow; position++) {
+        const label = Number(column.values[row * perRow + position]);
         if (label === ignored || label < 0) continue;
         counted++;
-        if (found[at * each + place] === label) right++;
+        if (predictions[at * perRow + position] === label) right++;
       }
     });
     return { right, counted };
   }
 
-  // Outputs of the model for one sample, by name: {dims, values}.
+  // Return the outputs of the model for one sample, by name: {dims, values}.
   predict(sample) {
     const count = this.page.order.fixed ? this.page.order.batch_size : 1;
     const batch = {};
@@ -193,12 +193,12 @@ export class Training {
 
   // ---- files ----
 
-  // The trained model as an .onnx file.
+  // Return the trained model as an .onnx file.
   async model() {
     return fill(await this.read("model.onnx"), this.page.trained, await this.arrays());
   }
 
-  // The training model, to go on elsewhere.
+  // Return the training model with its state as an .onnx file.
   async training() {
     const places = this.page.state.map(({ name, offset }) => ({ state: name, offset }));
     return fill(this.file, places, await this.arrays());
@@ -206,7 +206,7 @@ export class Training {
 
   // ---- sessions ----
 
-  // Sessions are made one after the other, which those on a graphics card must be.
+  // Sessions are created one after the other: WebGPU does not allow two at a time.
   session(part) {
     if (!this.sessions[part]) {
       this.sessions[part] = this.opening.then(() => this.#open(part));
@@ -242,20 +242,20 @@ function release(tensor) {
   if (tensor.location !== "cpu") tensor.dispose();
 }
 
-// The place of the largest number along an axis.
+// Return the index of the largest number along an axis.
 export function bestOf(values, dims, axis) {
   const at = axis < 0 ? axis + dims.length : axis;
   const inner = sizeOf(dims.slice(at + 1));
   const outer = sizeOf(dims.slice(0, at));
   const best = new Array(outer * inner).fill(0);
   for (let block = 0; block < outer; block++) {
-    for (let place = 0; place < inner; place++) {
-      const first = block * dims[at] * inner + place;
-      let found = 0;
-      for (let one = 1; one < dims[at]; one++) {
-        if (values[first + one * inner] > values[first + found * inner]) found = one;
+    for (let offset = 0; offset < inner; offset++) {
+      const first = block * dims[at] * inner + offset;
+      let largest = 0;
+      for (let index = 1; index < dims[at]; index++) {
+        if (values[first + index * inner] > values[first + largest * inner]) largest = index;
       }
-      best[block * inner + place] = found;
+      best[block * inner + offset] = largest;
     }
   }
   return best;

@@ -1,4 +1,4 @@
-// The panel in which people try the model, and teach it: something to look at, and what the model says about it.
+// The panel for predictions on drawings, images and rows, and for adding them as examples.
 
 import { Pad } from "./pad.js";
 import { fromImage } from "./pictures.js";
@@ -9,7 +9,7 @@ import { convert, sizeOf } from "./tensors.js";
 const REPEAT = 200; // milliseconds between two samples while a button is held
 
 export class TryPanel {
-  // `teach(samples)` takes what a person says is so.
+  // `teach(samples)` adds labeled samples.
   constructor(page, client, teach) {
     Object.assign(this, { page, client, teach });
     const taken = page.inputs.filter(({ is_target }) => !is_target);
@@ -17,7 +17,7 @@ export class TryPanel {
     this.rows = [];
     this.labels = isClassifier(page) ? page.labels : null;
     if (taken.length !== 1) {
-      find("try").hidden = true; // there is no way to show it several things at once
+      find("try").hidden = true; // the panel has one input only
       return;
     }
     if (this.labels) this.#makeClasses();
@@ -37,9 +37,9 @@ export class TryPanel {
     find("teach-hint").hidden = mode !== "teach";
   }
 
-  // ---- what the model says ----
+  // ---- predictions ----
 
-  // Ask the model, unless it is being asked; then once more when it has answered.
+  // Update the prediction; if one is in progress, update once more after it.
   async refresh() {
     if (find("try").hidden) return;
     if (this.asking) {
@@ -57,7 +57,7 @@ export class TryPanel {
         this.#show(this.values ? answer : null);
       } while (this.askAgain);
     } catch (error) {
-      say(`The model cannot be tried: ${error.message}`);
+      say(`The prediction failed: ${error.message}`);
     } finally {
       this.asking = false;
     }
@@ -75,7 +75,7 @@ export class TryPanel {
       bar.style.width = shares ? `${100 * shares[at]}%` : "0";
       share.textContent = shares ? percent(shares[at]) : "";
     });
-    const text = best < 0 ? "nothing yet" : `${this.labels.names[best]}, ${percent(shares[best])}`;
+    const text = best < 0 ? "none yet" : `${this.labels.names[best]}, ${percent(shares[best])}`;
     if (find("verdict").textContent !== text) find("verdict").textContent = text;
   }
 
@@ -83,7 +83,7 @@ export class TryPanel {
     const texts = Object.entries(outputs ?? {}).map(
       ([name, { values }]) => `${name}: ${values.slice(0, 20).map(short).join(", ")}`,
     );
-    find("verdict").textContent = texts.join("; ") || "nothing yet";
+    find("verdict").textContent = texts.join("; ") || "none yet";
   }
 
   // ---- classes ----
@@ -96,14 +96,14 @@ export class TryPanel {
       const counted = make("span", { className: "counted" });
       const add = make(
         "button",
-        { type: "button", className: "add", "aria-label": `This is ${name}: add it to my examples` },
+        { type: "button", className: "add", "aria-label": `Add this to my examples of ${name}` },
         "Add",
       );
       const files = make("input", {
         type: "file",
         accept: "image/*",
         multiple: true,
-        "aria-label": `Pictures of ${name}`,
+        "aria-label": `Images of ${name}`,
       });
       const label = make("label", { className: "files" }, files, "Files");
       label.hidden = !this.page.picture;
@@ -135,7 +135,7 @@ export class TryPanel {
   }
 
   #add(index) {
-    if (!this.values) say(this.page.picture ? "Draw something first, or choose a picture." : "Type a row first.");
+    if (!this.values) say(this.page.picture ? "Draw or choose an image first." : "Type a row first.");
     else this.teach([this.#sample(this.values, index)]);
   }
 
@@ -167,10 +167,10 @@ export class TryPanel {
       }
     }
     if (samples.length) this.teach(samples);
-    if (refused.length) say(`Not a picture: ${refused.join(", ")}`);
+    if (refused.length) say(`Cannot open as images: ${refused.join(", ")}`);
   }
 
-  // ---- pictures ----
+  // ---- images ----
 
   #makePad() {
     this.pad = new Pad(this.page.picture, () => this.refresh());
@@ -187,7 +187,7 @@ export class TryPanel {
     try {
       this.pad.show(await createImageBitmap(file));
     } catch {
-      say(`${file?.name ?? "This"} is not a picture that this browser opens.`);
+      say(`This browser cannot open ${file?.name ?? "this"} as an image.`);
     }
   }
 
@@ -210,7 +210,7 @@ export class TryPanel {
   #makeRow() {
     find("try-picture").remove();
     const size = sizeOf(this.input.shape);
-    find("row-label").textContent = `${count(size, "number")} for ${this.input.name}, with commas between them`;
+    find("row-label").textContent = `${count(size, "number")} for ${this.input.name}, separated by commas`;
     find("row").addEventListener("input", () => {
       const cells = parse(find("row").value)[0] ?? [];
       const isRow = cells.length === size && cells.every((cell) => cell !== "" && Number.isFinite(Number(cell)));
@@ -221,7 +221,7 @@ export class TryPanel {
   }
 }
 
-// Whether a sample belongs to one class, and there is nothing else to say about it.
+// True if the only target of a sample is one class.
 export function isClassifier({ labels, inputs }) {
   return Boolean(labels) && inputs.length === 2 && !inputs.find(({ name }) => name === labels.input).shape.length;
 }

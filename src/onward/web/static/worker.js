@@ -1,4 +1,4 @@
-// The worker: trains beside the page, so that the page stays quick. It answers calls, and tells how training goes.
+// The worker: trains in the background, so that the page stays responsive. It answers calls and reports progress.
 
 import { applyUpdates, makeUpdate, nameOf } from "./rounds.js";
 import { Rows } from "./rows.js";
@@ -6,20 +6,20 @@ import { fetchBytes, openRuntime } from "./runtime.js";
 import { openStore } from "./store.js";
 import { Training } from "./training.js";
 
-const TELL_EVERY = 80; // milliseconds
-const SAVE_EVERY = 1000;
-const MOST_EVALUATED = 1000; // rows, where none are held out
-const MOST_POINTS = 20_000; // of the loss that are kept; of longer runs every second one goes
+const REPORT_EVERY = 80; // milliseconds
+const SAVE_EVERY = 1000; // milliseconds
+const MOST_EVALUATED = 1000; // training rows, if there is no validation data
+const MOST_POINTS = 20_000; // of the loss curve; longer runs keep every second, fourth ... point
 
 let page, store, training, bundled, heldOut;
 let samples = [];
 let using = { bundled: true, own: true };
 let history = emptyHistory();
-let running = null; // a promise while it trains
+let running = null; // a promise during training
 let stopping = false;
 let graphics = false;
 let threads = 1;
-let stamp = null; // of the run as we saved or took it up last
+let stamp = null; // of the run, when this tab last saved or loaded it
 
 function emptyHistory() {
   return { steps: [], losses: [], validations: [], every: 1 };
@@ -38,13 +38,13 @@ async function open({ threads: allowed }) {
   bundled = page.data.training ? Rows.read(page.data.training, data) : null;
   heldOut = page.data.validation ? Rows.read(page.data.validation, data) : null;
   samples = (await saved("samples")) ?? [];
-  const resumed = await goOn();
+  const resumed = await resume();
   useRows();
   return { ...status(), samples, resumed };
 }
 
-// Take up the run as it was saved last, unless it is ours; whether there is one.
-async function goOn() {
+// Load the saved run, unless this tab saved it. Return true if there is one.
+async function resume() {
   const run = await saved("runs");
   if (run && run.stamp !== stamp) {
     training.load(run.state, run.place);
@@ -53,23 +53,22 @@ async function goOn() {
   return Boolean(run);
 }
 
-// Files belong to one page: what the browser has kept of an older one is another address.
+// The fingerprint makes the browser cache files of different pages apart.
 const read = (name) => fetchBytes(`./${name}?${page.fingerprint}`);
 
 async function start(onGraphics) {
-  const made = await openTraining(onGraphics).catch((error) => {
+  training = await openTraining(onGraphics).catch((error) => {
     if (!onGraphics) throw error;
-    tell("notice", { text: `The graphics card cannot be used (${error.message}); it trains on the processor.` });
+    tell("notice", { text: `WebGPU does not work (${error.message}). Training runs on the CPU.` });
     return openTraining(false);
   });
-  training = made;
 }
 
 async function openTraining(onGraphics) {
   const ort = await openRuntime(page, onGraphics, threads);
-  const made = await new Training(ort, page, read, { graphics: onGraphics }).open();
+  const opened = await new Training(ort, page, read, { graphics: onGraphics }).open();
   graphics = onGraphics;
-  return made;
+  return opened;
 }
 
 async function saved(what) {
@@ -107,13 +106,13 @@ async function train({ epochs }) {
   if (running) return;
   if (!training.batches.perEpoch) {
     throw new Error(
-      training.rows.count ? "There are too few samples for one batch." : "There is nothing to learn from yet.",
+      training.rows.count ? "There are too few samples for one batch." : "There are no samples yet.",
     );
   }
   stopping = false;
   let perSecond;
   running = withLock(async () => {
-    await goOn(); // another tab may have trained it meanwhile
+    await resume(); // another tab may have trained the run
     const [began, from] = [performance.now(), training.place.step];
     try {
       await loop(training.place.epoch + epochs);
@@ -135,31 +134,31 @@ async function train({ epochs }) {
   }
 }
 
-// Go back to the last save, on the processor: what was on the card may be lost.
+// Return to the last saved state, on the CPU: state on the GPU may be lost.
 async function leaveGraphics(error) {
   tell("notice", {
-    text: `The graphics card failed (${error.message}). The run stands where it was saved last, on the processor.`,
+    text: `WebGPU failed (${error.message}). Training continues on the CPU from the last saved state.`,
   });
   await start(false);
   stamp = null;
-  await goOn();
+  await resume();
   useRows();
 }
 
 class LossError extends Error {}
 
-// Two tabs would write over one another.
+// Only one tab may train: two would overwrite each other's run.
 async function withLock(act) {
   if (!navigator.locks) return act();
   return navigator.locks.request(`onward ${page.fingerprint}`, { ifAvailable: true }, (lock) => {
-    if (!lock) throw new Error("It trains in another tab already.");
+    if (!lock) throw new Error("Training runs in another tab.");
     return act();
   });
 }
 
 async function loop(until) {
-  let told = performance.now();
-  let wrote = told;
+  let lastReport = performance.now();
+  let lastSave = lastReport;
   let steps = 0;
   if (!history.validations.length) await validate();
   while (!stopping && training.place.epoch < until) {
@@ -169,17 +168,17 @@ async function loop(until) {
     steps++;
     record(loss);
     if (!Number.isFinite(loss))
-      throw new LossError("The loss is not a number any more. Start over, with a smaller learning rate.");
+      throw new LossError("The loss is not finite. Start over with a smaller learning rate.");
     if (training.place.epoch !== before) await validate();
     const now = performance.now();
-    if (now - told > TELL_EVERY) {
-      tell("progress", { history, place: { ...training.place }, perSecond: (steps * 1000) / (now - told) });
-      [told, steps] = [now, 0];
-      await new Promise((resolve) => setTimeout(resolve)); // what was said to us meanwhile
+    if (now - lastReport > REPORT_EVERY) {
+      tell("progress", { history, place: { ...training.place }, perSecond: (steps * 1000) / (now - lastReport) });
+      [lastReport, steps] = [now, 0];
+      await new Promise((resolve) => setTimeout(resolve)); // handles messages that have arrived
     }
-    if (now - wrote > SAVE_EVERY) {
+    if (now - lastSave > SAVE_EVERY) {
       await save();
-      wrote = performance.now();
+      lastSave = performance.now();
     }
   }
 }
@@ -192,7 +191,7 @@ function record(loss) {
   if (history.steps.length < MOST_POINTS) return;
   history.every *= 2;
   history.losses = history.losses.filter((_, at) => history.steps[at] % history.every === 0);
-  history.steps = history.steps.filter((one) => one % history.every === 0);
+  history.steps = history.steps.filter((step) => step % history.every === 0);
 }
 
 async function validate() {
@@ -207,7 +206,7 @@ async function save() {
     await store.put("runs", { state: await training.arrays(), place: training.place, history, using, stamp });
   } catch (error) {
     store = null;
-    tell("notice", { text: `The browser does not keep the run (${error.name}): closing the tab loses it.` });
+    tell("notice", { text: `The browser cannot store the run (${error.name}): closing the tab loses it.` });
   }
 }
 
@@ -227,13 +226,13 @@ async function reset() {
 
 // ---- samples ----
 
-async function setSamples({ samples: given }) {
-  samples = given;
+async function setSamples({ samples: newSamples }) {
+  samples = newSamples;
   return settleRows();
 }
 
-async function use(wanted) {
-  using = { ...using, ...wanted };
+async function use(choice) {
+  using = { ...using, ...choice };
   return settleRows();
 }
 
@@ -242,19 +241,19 @@ async function settleRows() {
   try {
     await store?.put("samples", samples);
   } catch (error) {
-    tell("notice", { text: `The browser does not keep your examples (${error.name}).` });
+    tell("notice", { text: `The browser cannot store your examples (${error.name}).` });
   }
   if (training.place.step) await save();
   return status();
 }
 
-// ---- others ----
+// ---- devices, updates of others ----
 
-async function choose({ graphics: wanted }) {
+async function choose({ graphics: onGraphics }) {
   await stop();
   const [state, place] = [await training.arrays(), training.place];
   const before = training;
-  await start(wanted);
+  await start(onGraphics);
   await before.close();
   training.load(state, place);
   useRows();
@@ -270,7 +269,7 @@ async function join({ files }) {
   return { ...status(), ...result, name: await nameOf(training) };
 }
 
-// What uses sessions comes one after the other: a session runs one thing at a time.
+// Calls that use sessions run one after the other: a session runs one call at a time.
 const CALLS = {
   open,
   train,
