@@ -113,6 +113,8 @@ def test_functions_are_pure() -> None:
     assert float(value) == pytest.approx(float(metrics["loss"]))
     mine = optax.apply_updates(state["params"], changes)
     assert np.allclose(mine["fc2.bias"], alone["params"]["fc2.bias"], rtol=1e-4)  # optax's powers have 32 bits here
+    with pytest.raises(onward.Error, match="`labels` is missing, `label` is not an input"):
+        made.step(state, {"image": batches[0]["image"], "label": batches[0]["labels"]})
     logits = made.apply(state, {"image": batches[0]["image"]})["logits"]
     weights = {name: np.asarray(array) for name, array in state["params"].items()}
     hidden = np.maximum(batches[0]["image"] @ weights["fc1.weight"].T + weights["fc1.bias"], 0)

@@ -12,6 +12,7 @@ import optax
 
 from onward.arguments import checked
 from onward.constants import HALVES
+from onward.engines.engine import check_names
 from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import open_initializers
@@ -170,6 +171,8 @@ class TrainingParts:
         execute = execute_by_jax(lowered, self.framework)
 
         def loss(params: Arrays, state: Tree, batch: Arrays) -> tuple[Any, tuple[dict[str, Any], Tree]]:
+            if not batch.keys() >= set(contract.batch):
+                check_names(batch, contract.batch)
             results = execute({**batch, **state["statistics"], **state["random"], **params, STEP: state["step"]})
             changed: Tree = {key: dict(state[key]) for key in ("statistics", "random")}
             for name, output in contract.update.items():

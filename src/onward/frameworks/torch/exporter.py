@@ -160,7 +160,8 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> tuple[Model,
     program = onnx_program.exported_program
     model = Model(onnx_program.model)
     define_functions(model)
-    model.ir.producer_name = "onward"  # not the exporter that merges equal values, which `prepare` would undo
+    # Not the exporter, which merges equal values: `prepare` would undo that.
+    model.ir.producer_name, model.ir.producer_version = "onward", None
     _name_axes(model, axes)
     _widen_normalizations(model)
     _name_outputs(model, program.call_spec.out_spec.context)
