@@ -284,7 +284,7 @@ def test_a_checkpoint_of_the_trainer() -> None:
     assert checkpoint.progress == {"global_step": 3, "epoch": 0.5, "max_steps": 6, "num_train_epochs": 1}
     assert checkpoint.arguments["warmup_steps"] == 1 and checkpoint.arguments["learning_rate"] == 0.01
     assert {each.kind for each in checkpoint.randomness} == {"torch, CPU", "numpy", "Python"}
-    assert checkpoint.missing == ("names of what the optimizer keeps", "loss")
+    assert checkpoint.missing == ("parameter names of the optimizer", "loss")
 
 
 def test_checkpoints_of_accelerate_and_lightning() -> None:

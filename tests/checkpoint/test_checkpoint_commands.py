@@ -294,9 +294,38 @@ def test_distances() -> None:
     assert compare_elements(many, other) == (2, 2, 1)
 
 
+@needs("torch")
+def test_pickled_module(tmp_path: Path) -> None:
+    """A pickled module has no state dict: `describe` and `convert` say what to save."""
+    import torch
+
+    path = str(tmp_path / "module.pt")
+    for content in (torch.nn.Linear(2, 3), {"model": torch.nn.Linear(2, 3), "epoch": 1}):
+        torch.save(content, path)
+        assert "holds pickled objects, not a state dict: save `model.state_dict()`" in run("describe", path).stdout
+        for options in (["--like", "model.onnx", "-o", "out.onnx"], ["--to", "safetensors", "-o", "out.safetensors"]):
+            said, hint = failed("convert", path, *options)
+            assert "holds pickled objects" in said and "save `model.state_dict()`" in hint
+
+
+@needs("torch")
+def test_count_of_the_optimizer_is_the_progress(tmp_path: Path) -> None:
+    import torch
+
+    module = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "ck.pt")
+    assert "progress    step 1\n" in run("describe", str(tmp_path / "ck.pt")).stdout
+
+
 def test_looking_at_one() -> None:
-    for name, like in (("trainer", ""), ("accelerate", " --like model.onnx"), ("ort/entropy", "")):
-        assert f"onward convert {CHECKPOINTS / name}{like} -o run.onnx\n" in run("show", str(CHECKPOINTS / name)).stdout
+    like = " --like model.onnx --loss cross_entropy"
+    for name, options in (("trainer", ""), ("accelerate", like), ("ort/entropy", "")):
+        assert (
+            f"onward convert {CHECKPOINTS / name}{options} -o run.onnx\n" in run("show", str(CHECKPOINTS / name)).stdout
+        )
     said = run("show", str(CHECKPOINTS / "accelerate"), "--params").stdout
     assert "weight  " in said and "momentum_buffer" in said
     assert "--to" in run("convert", "--help").stdout and "safetensors" in run("convert", "--help").stdout

@@ -15,7 +15,7 @@ from onward.checkpoint.embedded import embedded_checkpoint
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS, open_either, writable
 from onward.checkpoint.name_matching import Match, pair_names, with_own_names
-from onward.checkpoint.pytorch.contents import UPDATES
+from onward.checkpoint.pytorch.contents import UPDATES, refuse_pickled_module
 from onward.checkpoint.pytorch.state_dicts import advance_counter, advance_state, state_of
 from onward.errors import Error, UnknownNameError, UnsupportedError, default_hint, list_names, suggest, warn
 from onward.inspect import describe
@@ -46,6 +46,8 @@ def to_checkpoint(
     """
     chosen = format_named(format)
     source = open_either(training)
+    if isinstance(source, Checkpoint):
+        refuse_pickled_module(source)
     checkpoint = source if isinstance(source, Checkpoint) else checkpoint_of_model(source)
     if isinstance(source, Model) and checkpoint.waiting:
         raise UnsupportedError(

@@ -36,7 +36,7 @@ class Checkpoint(RunState):
         """Return what an exact resume needs and the checkpoint does not hold."""
         lacks = {
             "optimizer": not self.optimizers,
-            "names of what the optimizer keeps": not self.has_names,
+            "parameter names of the optimizer": not self.has_names,
             "class of the optimizer": any(group.optimizer is None for group in self.stored_groups),
             "schedule": not self.schedules,
             "shape of the schedule": any(schedule.words is None for schedule in self.schedules),

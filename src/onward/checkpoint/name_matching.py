@@ -293,7 +293,7 @@ def with_names(
         named, proof = _divided(order, optimizer, shapes)
         if named is not None:
             renamed = _rename_slots(optimizer, dict(zip(numbers, named, strict=True)))
-            return renamed, f"parameters of the optimizer are named by {origin}; {proof}"
+            return renamed, f"optimizer state is matched to parameters by {origin}; {proof}"
         reasons.append(f"{origin}: {proof}")
     raise UnsupportedError(
         f"the optimizer numbers its {len(numbers)} parameters, and their names are not stored",
@@ -325,7 +325,7 @@ def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
             hint="make a training model of it first: `onward convert ... --like model.onnx`",
         )
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    orders = {"the order of the state of the module": [[name for name in shapes if not name.endswith(_BUFFERS)]]}
+    orders = {"the order of the state dict": [[name for name in shapes if not name.endswith(_BUFFERS)]]}
     in_trainer = checkpoint.format == TRAINER
     named = (with_names(optimizer, orders, shapes, in_trainer=in_trainer)[0] for optimizer in checkpoint.optimizers)
     return dataclasses.replace(checkpoint, optimizers=tuple(named))
@@ -359,7 +359,7 @@ def _divided(order: Order, optimizer: OptimizerState, shapes: Shapes) -> tuple[l
     if len(order) == len(sizes) or (is_alike and not stored):
         if others:
             return None, f"shapes differ at {list_names(others, 3)}"
-        return names, "every shape fits" if stored else "no state has shapes that could tell"
+        return names, "all shapes agree" if stored else "no state has shapes that could tell"
     if not stored:
         return None, f"{len(sizes)} groups with different settings, and no state whose shapes tell them apart"
     groups = [[stored.get(number) for number in group.parameters] for group in optimizer.groups]

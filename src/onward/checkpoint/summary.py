@@ -8,6 +8,7 @@ from typing import Any
 
 from onward.checkpoint.embedded import RECORDS
 from onward.checkpoint.format import Checkpoint
+from onward.checkpoint.pytorch.contents import UPDATES
 from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
 from onward.run_state.state import OptimizerState, ParameterGroup, RandomState, SchedulerState
@@ -20,13 +21,15 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return a checkpoint as labels and texts."""
     model = checkpoint.configuration.get("architectures") or [checkpoint.configuration.get("model_type")]
     batches, code = checkpoint.accumulate or 1, list_names(checkpoint.executes, _MOST_NAMES)
+    # The count of the optimizer, if the training loop stored none.
+    counted = {} if checkpoint.step is None or checkpoint.progress.keys() & {*UPDATES} else {"step": checkpoint.step}
     rows = [
         ("format", checkpoint.title),
         ("parameters", _amount(checkpoint.tensors.values())),
         ("model", ", ".join(str(name) for name in model if name)),
         *(row for optimizer in checkpoint.optimizers for row in _optimizer(optimizer)),
         *(("schedule", _schedule(schedule)) for schedule in checkpoint.schedules),
-        ("progress", settings(checkpoint.progress)),
+        ("progress", settings(counted | dict(checkpoint.progress))),
         ("random", "; ".join(dict.fromkeys(generator.kind for generator in checkpoint.randomness))),
         ("data", settings(checkpoint.data)),
         ("loss scale", settings(checkpoint.scaler)),

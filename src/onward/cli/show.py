@@ -164,7 +164,10 @@ def _next_command(path: Path, checkpoint: Checkpoint) -> list[tuple[str, str]]:
     if not checkpoint.optimizers:
         return []
     like = "" if has_model(checkpoint) else " --like model.onnx"
-    return [("next", f"onward convert {shlex.quote(str(path))}{like} -o run.onnx")]
+    # Configurations of transformers and graphs of artifacts have the loss; Keras layers do not.
+    needs_loss = "loss" in checkpoint.missing and (like or checkpoint.format == "keras")
+    loss = " --loss cross_entropy" if needs_loss else ""
+    return [("next", f"onward convert {shlex.quote(str(path))}{like}{loss} -o run.onnx")]
 
 
 @command(

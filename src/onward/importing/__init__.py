@@ -15,6 +15,7 @@ from onward.checkpoint.embedded import embed
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import open_checkpoint
 from onward.checkpoint.name_matching import Match, match
+from onward.checkpoint.pytorch.contents import refuse_pickled_module
 from onward.checkpoint.summary import plain, settings
 from onward.errors import ArgumentError, UnsupportedError, first_line, list_names, warn
 from onward.importing.capture import capture_model
@@ -89,6 +90,7 @@ def plan_import(
     """Return the plan of `from_checkpoint`, without executing it."""
     arguments = _Arguments(path, like, **options)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    refuse_pickled_module(checkpoint)
     if like is None:
         captured = capture_model(checkpoint, arguments.module, arguments.example_inputs, arguments.loss)
         return plan(checkpoint, captured if arguments.probe else captured._replace(probe=None), arguments)

@@ -62,7 +62,7 @@ def with_optimizer_names(
                 if order := _as_grouped(optimizer, parts, shapes):
                     orders["the groups of the training model"] = order
             if checkpoint.keeps_order:
-                orders["the order of the state of the module"] = [stored]
+                orders["the order of the state dict"] = [stored]
             orders["the order of the graph"] = [sorted(stored, key=lambda name: index[matched.names[name]])]
         named, rule = with_names(optimizer, orders, shapes, in_trainer=in_trainer)
         optimizers.append(named)

@@ -21,7 +21,7 @@ from onward.checkpoint.pytorch.state_dicts import (
     up_to_date,
 )
 from onward.checkpoint.safetensors_files import INDEX, read_json, read_model_folder, write_json
-from onward.errors import InvalidModelError
+from onward.errors import InvalidModelError, UnsupportedError
 from onward.model.storage.files import is_plain_name
 from onward.run_state.state import OptimizerState, RandomState
 from onward.run_state.tensors import Tensor, count_of, is_number
@@ -147,8 +147,30 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         **facts,
     }
     fields["tensors"] = {key: tensor for key, tensor in fields["tensors"].items() if isinstance(tensor, Tensor)}
+    if not fields["tensors"] and any(map(_holds_module, trees.values())):
+        remarks = (*remarks, PICKLED_MODULE)
     step = step_of(fields.get("progress", {}), fields["optimizers"])
     return Checkpoint(path=path, format=format, title=title, trees=trees, step=step, remarks=remarks, **fields)
+
+
+PICKLED_MODULE = "holds pickled objects, not a state dict: save `model.state_dict()`"
+"""Remark on a checkpoint of `torch.save(module)`."""
+
+
+def refuse_pickled_module(checkpoint: Checkpoint) -> None:
+    """Raise an UnsupportedError if the weights are inside of a pickled module."""
+    if PICKLED_MODULE in checkpoint.remarks:
+        raise UnsupportedError(
+            f"`{checkpoint.path}` holds pickled objects, not a state dict",
+            hint="save `model.state_dict()`: `torch.save(model.state_dict(), path)`",
+        )
+
+
+def _holds_module(tree: Any) -> bool:
+    """True for a pickled module, or a dict with one."""
+    nodes = [tree, *tree.values()] if isinstance(tree, Mapping) else [tree]
+    states = (node.state for node in nodes if isinstance(node, Object))
+    return any(isinstance(state, Mapping) and state.keys() >= {"_parameters", "_modules"} for state in states)
 
 
 def averages_made(state: Mapping[str, Any]) -> int | None:
