@@ -141,6 +141,15 @@ def test_an_inference_model(folder: Path) -> None:
     assert "this is an inference model" in said and "onward prepare" in hint
 
 
+def test_other_files_of_a_run(folder: Path) -> None:
+    """Errors name the training model of a run, which holds the optimizer state."""
+    np.savez("digits.npz", **BATCH)
+    run("train", "training.onnx", "--data", "digits.npz", "--epochs", "1", "--run", "run")
+    for source in ("run", "run/last.onnx"):
+        said, hint = failed("convert", source, "--to", "jax", code=2 if source == "run" else 1)
+        assert f"`{source}` is " in said and "onward convert run/training.onnx --to jax" in hint
+
+
 @pytest.mark.slow
 @needs("tensorflow")
 def test_to_tensorflow_and_back(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,7 +11,7 @@ from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.options import argument, example_in, option, options_from, select_given
 from onward.cli.output_files import Where, refuse_to_overwrite, target, working, writing
-from onward.errors import InvalidModelError, WriteError, suggest
+from onward.errors import InvalidModelError, UnsupportedError, WriteError, suggest
 from onward.options import MISSING, MissingOptions
 
 if TYPE_CHECKING:
@@ -129,6 +130,7 @@ def _convert_to(source: Path, to: str, output: Path | None, force: bool, program
     if to not in formats:
         hint = suggest(to, formats) or "see `onward convert --help`"
         raise Misuse(f"`{to}` is not one of {', '.join(f'`{name}`' for name in formats)}", hint)
+    _refuse_other_files_of_a_run(source, to)
     framework = next((name for name in FRAMEWORKS if name == to), None)
     if program and framework is None:
         raise Misuse(f"cannot write a program for `{to}`", f"use one of {', '.join(FRAMEWORKS)}")
@@ -142,6 +144,21 @@ def _convert_to(source: Path, to: str, output: Path | None, force: bool, program
     if to not in writable():
         raise Misuse(f"`{to}` is not a checkpoint format", f"use one of {', '.join(writable())}")
     return [_checkpoint(source, to, output, force)]
+
+
+def _refuse_other_files_of_a_run(source: Path, to: str) -> None:
+    """Name the training model of a run, for its folder and for its inference models."""
+    import onward
+    from onward.training.run import CONFIG, TRAINING
+
+    training = (source if source.is_dir() else source.parent) / TRAINING
+    if not training.is_file() or not training.with_name(CONFIG).is_file() or training == source:
+        return
+    hint = f"onward convert {shlex.quote(str(training))} --to {to}"
+    if source.is_dir():
+        raise Misuse(f"`{source}` is the folder of a run", hint)
+    if source.suffix == ".onnx" and not onward.load(str(source)).steps:
+        raise UnsupportedError(f"`{source}` is an inference model, without optimizer state", hint=hint)
 
 
 def _was_state(source: Path, to: str) -> bool:
