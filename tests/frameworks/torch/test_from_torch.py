@@ -398,6 +398,14 @@ def test_rounding_errors_that_adam_makes_large():
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+def test_name_of_a_loss_is_no_output() -> None:
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(onward.Error, match="the module has no output `cross_entropy`") as caught:
+        onward.from_torch(module, torch.randn(2, 3), loss="cross_entropy", optimizer=optimizer)
+    assert caught.value.hint == "pass a loss: `loss=torch.nn.CrossEntropyLoss()`"
+
+
 class Noisy(nn.Module):
     def __init__(self):
         super().__init__()

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.arguments import checked
-from onward.errors import UnsupportedError
+from onward.errors import UnknownNameError, UnsupportedError
 from onward.frameworks.torch.exact import MasterWeights
-from onward.frameworks.torch.loss import read_objective, summands
+from onward.frameworks.torch.loss import ROWS, read_objective, summands
 from onward.frameworks.torch.module import OnnxModule
 from onward.frameworks.torch.module_capture import (
     GROUP,
@@ -29,7 +29,9 @@ from onward.frameworks.torch.probe import NativeRun, probe_native
 from onward.frameworks.torch.schedule import read_schedule
 from onward.frameworks.torch.traced.optimizer_state import copy_optimizer
 from onward.model import Model
+from onward.model.core import values
 from onward.recipe import objective
+from onward.recipe.losses import LOSSES
 from onward.recipe.trainable import gradient_edges
 from onward.run_state.problems import ErrorCollector, Problems
 from onward.run_state.state import RunState
@@ -115,6 +117,8 @@ def _read(
         loss = read_objective(native.loss, native.summands)
     with parts.collect():
         schedule = read_schedule(native.scheduler, native.every) if native.scheduler is not None else None
+    if not parts.errors and isinstance(native.loss, str):
+        _refuse_loss_name(native.loss, model)
     named = dict(native.module.named_parameters())
     if parts.errors:
         with parts.collect():  # find further problems, of all parameters that had updates
@@ -144,6 +148,17 @@ def _read(
         statistics=native.module.statistics if isinstance(native.module, OnnxModule) else "sample",
         recipe={"master_weights": any(key.endswith("/master") for key in state)} if is_half else {},
     )
+
+
+def _refuse_loss_name(name: str, model: Model) -> None:
+    """Name the module of a loss of PyTorch that was given in place of an output."""
+    if name not in LOSSES or name in {value.name for value in values(model.graph)}:
+        return
+    rows = [row.module for row in ROWS if row.name == LOSSES[name].name]
+    if rows:
+        raise UnknownNameError(
+            f"the module has no output `{name}`", hint=f"pass a loss: `loss=torch.nn.{rows[0].__name__}()`"
+        )
 
 
 def _step(native: NativeRun, count: int, updates: int | None) -> int:
