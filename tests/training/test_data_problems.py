@@ -157,6 +157,28 @@ def test_hints_of_columns_that_do_not_fit_never_offer_noise() -> None:
     assert "noise" not in str(caught.value.hint)
 
 
+ROWS = inputs(features=(FLOAT, [None, 3]), labels=(INT64, [None]))
+AMOUNTS = inputs(features=(FLOAT, [None, 3]), target=(FLOAT, [None, 3]))
+AREAS = columns(area="float32", rooms="float32", age="float32")
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "wrong", "hint"),
+    [
+        (AREAS | columns(kind="float64"), ROWS, "labels", "convert them, as in `y.astype(np.int64)`"),
+        (columns(features="float32 3", y="float32"), ROWS, "labels", "if `y` holds the labels, they are floats"),
+        (AREAS, ROWS, "labels", "`features` takes 3 numbers, `labels` 1: the data have 3 columns of numbers; add"),
+        (AREAS | columns(kind="int64"), AMOUNTS, "target", "if `kind` holds class labels: `--loss cross_entropy`"),
+        (columns(features="float32 3", y="int64"), AMOUNTS, "target", "if `y` holds class labels"),
+        (columns(features="float32 3", y="float32"), AMOUNTS, "target", "the data have 1 column of numbers; add"),
+    ],
+)
+def test_labels_of_another_kind(have: dict[str, Column], want: dict[str, ir.Value], wrong: str, hint: str) -> None:
+    with pytest.raises(DataError, match=f"no column can be input `{wrong}`") as caught:
+        match(have, want, targets=[list(want)[1]])
+    assert hint in (caught.value.hint or "")
+
+
 TEXT = {"text": Column(np.dtype(object)), "label": Column(np.dtype(np.int64))}
 TOKENS = inputs(input_ids=(INT64, ["N", 64]), label=(INT64, ["N"]))
 

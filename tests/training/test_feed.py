@@ -357,7 +357,10 @@ def test_a_near_column_of_another_type_is_named() -> None:
     data = {"image": digits()["image"], "label": digits()["labels"].astype(np.float64)}
     with pytest.raises(DataError, match="no column can be input `labels`") as caught:
         train(digits_mlp(), data, **RECIPE, **QUIET)
-    assert caught.value.hint == "did you mean `label`? It must be int64[]"
+    assert (
+        caught.value.hint
+        == "if `label` holds the labels, they are floats: convert them, as in `label.astype(np.int64)`"
+    )
 
 
 # ---- data frames -----------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from onward.errors import DataError, UnknownNameError, suggest
+from onward.inspect.formatting import quantity
 from onward.training.data.dataset import Batch, Column
 
 
@@ -146,6 +147,7 @@ def _reshape_to(shape: tuple[int | None, ...], expected: tuple[int | None, ...])
 
 _NAMELESS = re.compile(r"(arr_)?\d+")  # elements of a tuple, and unnamed arrays of np.savez
 _MOST_LISTED = 20
+_TARGET_NAMES = ("target", "targets", "label", "labels", "y")
 _ONE_HOT = "for one-hot labels, use the loss `ce:target=probabilities`"
 
 Bindings = dict[str, Binding]
@@ -165,6 +167,7 @@ def match(
     mapping: Mapping[str, str | Sequence[str]] | None = None,
     may_be_noise: Collection[str] = (),
     class_targets: Collection[str] = (),
+    targets: Collection[str] = (),
 ) -> Bindings:
     """Return the columns of each input.
 
@@ -173,9 +176,10 @@ def match(
         mapping: {input: column} for some inputs; a pattern (`pixel*`) or a list stacks several columns.
         may_be_noise: inputs for which a hint may offer random numbers, such as that of a generator.
         class_targets: inputs with class indices of a loss whose classes are on axis 1.
+        targets: inputs that losses compare outputs with.
     """
     expected = {name: InputType.by(value) for name, value in inputs.items()}
-    return _Matcher(columns, expected, may_be_noise, class_targets).match(mapping or {})
+    return _Matcher(columns, expected, may_be_noise, class_targets, targets).match(mapping or {})
 
 
 class _Matcher:
@@ -187,15 +191,20 @@ class _Matcher:
         expected: Mapping[str, InputType],
         may_be_noise: Collection[str],
         class_targets: Collection[str],
+        targets: Collection[str],
     ):
         self._columns, self._inputs = columns, expected
-        self._may_be_noise, self._class_targets = may_be_noise, class_targets
+        self._may_be_noise, self._class_targets, self._targets = may_be_noise, class_targets, targets
 
     def match(self, mapping: Mapping[str, str | Sequence[str]]) -> Bindings:
         bound: Bindings = {}
         for name, source in mapping.items():
             if name not in self._inputs:
                 hint = suggest(name, self._inputs) or _list_names("inputs", self._inputs)
+                if name in _TARGET_NAMES and len(self._targets) == 1:
+                    (target,) = self._targets
+                    column = source if isinstance(source, str) else ",".join(source)
+                    hint = f"this loss calls it `{target}`: {_column_option(target, column)}"
                 raise UnknownNameError(f"the model has no input `{name}`", hint=hint)
             bound[name] = self._bind(name, self._resolve(source))
         for name in self._inputs:
@@ -228,7 +237,7 @@ class _Matcher:
         count = "" if len(chosen) == 1 else f", {len(chosen)} of them stacked"
         hint = f"convert the column, or use another: {_column_option(name, 'COLUMN')}"
         if is_float(column.dtype) and expected.dtype.kind in "iu":
-            hint = "floats are not rounded to integers: store them as integers"
+            hint = f"floats are not rounded to integers: convert them, as in `{chosen[0]}.astype(np.int64)`"
         if self._may_be_one_hot(name, chosen):
             hint = _ONE_HOT
         hint = self._text_hint(name, chosen) or self._axis_hint(name, chosen) or hint
@@ -273,17 +282,24 @@ class _Matcher:
             return solutions[0]
         name = max(rest, key=lambda name: len(fits[name]))
         if not solutions:
-            name = next((name for name in rest if not fits[name]), name)
+            unfit = [name for name in rest if not fits[name]]
+            # An input that can stack columns is not the one that lacks data.
+            name = next((name for name in unfit if not self._may_stack(name, free)), (*unfit, name)[0])
+        labels = self._class_labels(rest, free) if not solutions else None
+        if labels is not None and not fits[labels[0]]:
+            name = labels[0]
         candidates = list(fits[name])
         if candidates:
             listed = [*(f"`{column}`" for column in candidates[:4]), "..."][: len(candidates)]
             several = " or several" if len(candidates) == 1 and solutions else ""
             why = f"input `{name}` could be {' or '.join(listed)}{several}"
             raise self._misfit(why, f"name its column: {_column_option(name, candidates[0])}")
-        suggestion = suggest(name, free)
         idle = [column for column in free if not any(column in columns for columns in fits.values())]
-        hint = self._hint_at_several(name, rest, free) or f"name its column: {_column_option(name, 'COLUMN')}"
-        if suggestion:
+        specific = self._hint_at_several(name, rest, free) or self._float_label_hint(name, rest, free)
+        if labels is not None:
+            specific = f"if `{labels[1]}` holds class labels: `--loss cross_entropy`"
+        hint = specific or f"name its column: {_column_option(name, 'COLUMN')}"
+        if not specific and (suggestion := suggest(name, free)):
             hint = f"{suggestion} It must be {self._inputs[name]}"
         elif not idle and name in self._may_be_noise:
             hint = f'if it is random: --noise {name}=normal, or noise={{"{name}": "normal"}}; else {hint}'
@@ -300,14 +316,52 @@ class _Matcher:
             return None
         unstackable = self._unstackable(name, free)
         numbers = [column for column in free if column not in unstackable]
-        others = [other for other in rest if self._inputs[other].shape == ()]
         if not numbers:
             return None
-        if len(numbers) < shape[0] + len(others):
-            takers = f"`{name}` takes {shape[0]} numbers" + "".join(f", `{other}` 1" for other in others)
-            return f"{takers}: the data have {len(numbers)} columns of numbers; add what is missing"
+        if missing := self._missing_numbers(name, rest, free):
+            return missing
         listed = ", ".join(f'"{column}"' for column in numbers[: min(shape[0], 3)]) + (", ..." if shape[0] > 3 else "")
         return f"name {shape[0]} columns: columns={{\"{name}\": [{listed}]}}, or --column '{name}=PATTERN'"
+
+    def _missing_numbers(self, name: str, rest: list[str], free: list[str]) -> str | None:
+        """Return that the columns are too few for a row of numbers and the inputs of one number."""
+        (size,) = self._inputs[name].shape or ()
+        assert size is not None
+        count = len(free) - len(self._unstackable(name, free))
+        others = [other for other in rest if self._inputs[other].shape == ()]
+        if count >= size + len(others):
+            return None
+        takers = f"`{name}` takes {size} numbers" + "".join(f", `{other}` 1" for other in others)
+        return f"{takers}: the data have {quantity(count, 'column')} of numbers; add what is missing"
+
+    def _may_stack(self, name: str, free: list[str]) -> bool:
+        """True if an input takes a row of numbers, and the columns have as many."""
+        shape = self._inputs[name].shape
+        if shape is None or len(shape) != 1 or shape[0] is None or shape[0] < 2:
+            return False
+        return len(free) - len(self._unstackable(name, free)) >= shape[0]
+
+    def _class_labels(self, rest: list[str], free: list[str]) -> tuple[str, str] | None:
+        """Return a target of several numbers and the only free column that may hold class labels."""
+        rows = [
+            name
+            for name in rest
+            if name in self._targets and is_float(self._inputs[name].dtype) and len(self._inputs[name].shape or ()) == 1
+        ]
+        scalars = [(name, column) for name in free if not (column := self._columns[name]).shape]
+        labels = [name for name, column in scalars if column.classes is not None or column.dtype.kind in "iu"]
+        return (rows[0], labels[0]) if rows and len(labels) == 1 else None
+
+    def _float_label_hint(self, name: str, rest: list[str], free: list[str]) -> str | None:
+        """Return what labels need if all free columns are floats: their own column, or a conversion."""
+        expected = self._inputs[name]
+        floats = [c for c in free if is_float(self._columns[c].dtype) and not self._columns[c].shape]
+        if expected.dtype.kind not in "iu" or expected.shape != () or not floats:
+            return None
+        missing = (self._missing_numbers(row, rest, free) for row in rest if self._may_stack(row, free))
+        subject, example = (f"`{floats[0]}`", floats[0]) if len(floats) == 1 else ("one column", "y")
+        convert = f"if {subject} holds the labels, they are floats: convert them, as in `{example}.astype(np.int64)`"
+        return next(filter(None, missing), convert)
 
     def _may_be_one_hot(self, name: str, chosen: Sequence[str]) -> bool:
         """True if an input takes a class index, and a column has a number per class."""
