@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from models import digits_mlp
 from runs import QUIET, interrupted_after, state
 
 import onward
@@ -34,7 +35,22 @@ def test_command(folder: Path) -> None:
     assert not out and all(text in err for text in ("finished after 6 steps: run", "wrote trained.onnx", "report run"))
     assert onnx.load("trained.onnx") == onward.load("run/best.onnx").to_proto()
     _, err = command("--resume", "run", "--epochs", "3", "-o", "more.onnx")
-    assert "finished after 9 steps" in err and Path("more.onnx").exists()
+    assert "finished after 9 steps: run" in err and Path("more.onnx").exists()
+    assert "the run has made 3 epochs; ask for more than 3: `--epochs 6`" in command("--resume", "run")[1]
+    _, err = command("run/training.onnx", "--data", "digits.npz", "--run", "further")
+    assert "finished after 3 steps, at step 12: further" in err
+
+
+def test_command_prints_how_a_table_fits(folder: Path) -> None:
+    onnx.save(digits_mlp(), "digits.onnx")
+    rows = [",".join([*(f"{i + j}" for j in range(64)), ["cat", "dog", "owl"][i % 3]]) for i in range(9)]
+    header = ",".join([*(f"pixel{j}" for j in range(64)), "animal"])
+    Path("animals.csv").write_text("\n".join([header, *rows]))
+    arguments = ["digits.onnx", "--data", "animals.csv", "--loss", "ce", "--epochs", "1", "--run", "table"]
+    notes = ["columns of `image`: `pixel0`, `pixel1`, `pixel2`", "classes of `labels`: `cat`, `dog`, `owl`"]
+    _, err = command(*arguments)
+    logged = [event["text"] for event in Run("table").read_log() if event["event"] == "note"]
+    assert all(note in err and any(note in text for text in logged) for note in notes)
 
 
 def test_command_is_the_function_of_the_same_name(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Iterable
@@ -235,7 +236,7 @@ def _finish(run: Run, destination: OutputFile | None, as_json: bool) -> None:
         print_json({"run": str(run.path), "output": output, **end, "validation": run.read_results()})
     else:
         steps = f"{end['step']:,} step{'' if end['step'] == 1 else 's'}"
-        remark(f"{end['reason'].replace('_', ' ')} after {steps}: {run.path}")
+        remark(f"{end['reason'].replace('_', ' ')} after {steps}{_total(run, end['step'])}: {run.path}")
         if interrupted:
             remark(f"to resume: onward train --resume {run.path}")
         elif destination is not None:
@@ -243,6 +244,20 @@ def _finish(run: Run, destination: OutputFile | None, as_json: bool) -> None:
         remark(f"report: onward report {run.path}")
     if interrupted:
         raise SystemExit(INTERRUPTED)
+
+
+def _total(run: Run, steps: int) -> str:
+    """Return the step of a training model that had updates before the run, as of a checkpoint."""
+    settings = run.read_config()
+    if settings.get("checkpoint") is None and "loss" in settings:
+        return ""
+    from onward.errors import Error
+    from onward.run_state.reading import read_training
+
+    with contextlib.suppress(Error):  # a step that is not from Onward may have no count
+        total = read_training(run.load_training(), 0).step
+        return f", at step {total:,}" if total > steps else ""
+    return ""
 
 
 def _show_folds(validation: CrossValidation, as_json: bool) -> None:

@@ -126,7 +126,9 @@ def _index(model: Model, name: str) -> int:
     if name.isdecimal() and int(name) < len(names):
         return int(name)
     raise UnknownNameError(
-        f"the model has no step `{name}`", hint=suggest(name, names) or f"the steps are {', '.join(names)}"
+        f"the model has no step `{name}`",
+        hint=suggest(name, names)
+        or f"the steps are {', '.join(names)}{'; for the length of a run: `--epochs`' * name.isdecimal()}",
     )
 
 

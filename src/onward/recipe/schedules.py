@@ -29,6 +29,8 @@ from onward.errors import RecipeError
 from onward.recipe.spec import ANY, OF_SCHEDULES, check_options, checked_number, lookup, one_of
 
 DOUBLE = ir.DataType.DOUBLE
+EXAMPLE_LENGTH = 100
+"""Length of a schedule in hints, which `train` replaces by the updates of its run."""
 Numbers = dict[str, Any]  # float, or list[float] for milestones
 Choices = dict[str, str | bool]
 
@@ -223,7 +225,9 @@ class Schedule:
     def number(self, name: str, value: Any) -> float | list[float]:
         """Convert an option to a number or a list of numbers."""
         if value is None:
-            raise RecipeError(f"schedule `{self.name}` needs `{name}`", hint=f"write `{self.name}:{name}=100`")
+            raise RecipeError(
+                f"schedule `{self.name}` needs `{name}`", hint=f"write `{self.name}:{name}={EXAMPLE_LENGTH}`"
+            )
         if name == "milestones":
             return [self._scalar(name, item) for item in (value if isinstance(value, Sequence) else [value])]
         return self._scalar(name, value)

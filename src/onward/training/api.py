@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import os
 import re
 import time
@@ -32,16 +33,18 @@ from onward.recipe import Recipe, quantize
 from onward.recipe.exporter_notes import folding_remarks
 from onward.recipe.metrics import chosen_metrics, measures_of
 from onward.recipe.preprocessing.join import with_preprocessing
+from onward.recipe.schedules import EXAMPLE_LENGTH
 from onward.run_state.reading import blame_model, last_update, rate_now, read_training
 from onward.training.callbacks import Callback
 from onward.training.config import Config, refuse_placeholders, settings_from
-from onward.training.data import differences, in_parts, not_compared
+from onward.training.data import Dataset, differences, in_parts, not_compared, open_data, split
 from onward.training.feed import Feed, calibrate_on, open_feed
 from onward.training.folder import Folder, Follower
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
 from onward.training.preparation import prepare_training, with_head_of
 from onward.training.run import BEST, TRAINING, Position, Run
+from onward.transform.declare import USUAL_BATCH, fixed_batch
 from onward.transform.training import strip
 
 __all__ = ["find_lr", "resume", "train"]
@@ -131,7 +134,13 @@ def train(
         Folder(run).refuse_if_in_use()
     seed = requested.seed or 0
     size, window = settings.get("batch_size"), requested.window
-    prepared = prepare_training(original, data, requested.columns, size, options, seed, window)
+    try:
+        prepared = prepare_training(original, data, requested.columns, size, options, seed, window)
+    except RecipeError as error:
+        if error.hint is not None and (example := f"steps={EXAMPLE_LENGTH}") in error.hint:
+            updates = _updates_of(requested, original, data, size)
+            error.hint = error.hint if updates is None else error.hint.replace(example, f"steps={updates}")
+        raise
     training = prepared.model
     if requested.reset:
         training = start_over(training if requested.seed is None else with_seed(training, seed))
@@ -350,6 +359,22 @@ def _check(patience: int | None, validation: Any) -> None:
             "`patience` needs validation data",
             hint="hold out a fraction of the data: `validation=0.1` (`--validation 0.1`)",
         )
+
+
+def _updates_of(config: Config, model: Model, data: Any, size: int | None) -> int | None:
+    """Return the updates of a new run; None if unknown. Folds and several processes change it."""
+    accumulate = config.recipe.get("accumulate") or 1
+    if config.fold is not None or not isinstance(accumulate, int):
+        return None
+    with contextlib.suppress(Error):
+        opened = open_data(data, window=config.window)
+        if isinstance(config.validation, float):
+            opened, _ = split(opened, config.validation)
+        if isinstance(opened, Dataset):
+            fixed = fixed_batch(model) or 1  # 1 becomes dynamic
+            size = size or (fixed if fixed > 1 else USUAL_BATCH)
+            return config.epochs * math.ceil(len(opened) / size) // accumulate
+    return None
 
 
 def _folder(run: str | os.PathLike[str] | None, original: Model, group: ProcessGroup) -> Folder:

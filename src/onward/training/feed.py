@@ -99,6 +99,7 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
     inputs = {name: value for name, value in engine.of_a_batch.items() if name not in config.noise}
     whole, train_source, held_out = _parts(engine.model, inputs, config, opened, labels)
     notes = dict.fromkeys(binding.note for binding in train_source.bindings.values() if binding.note)
+    notes |= dict.fromkeys(_matches(train_source.bindings))
     if few := too_few_classes(train_source.data, train_source.bindings, labels):
         notes[few] = None
     notes |= dict.fromkeys(held_out.notes if held_out is not None else ())
@@ -143,6 +144,18 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
     return Feed(training, validation, list(notes), fixed, classes, sources)
 
 
+_MOST_NAMES = 6
+
+
+def _matches(bindings: Mapping[str, Binding]) -> Iterator[str]:
+    """Yield the columns of inputs that stack several, and classes in the order of their numbers."""
+    for name, binding in bindings.items():
+        if len(binding.columns) > 1:
+            yield f"columns of `{name}`: {list_names(binding.columns, _MOST_NAMES)}"
+        if binding.classes is not None and binding.texts is None:
+            yield f"classes of `{name}`: {list_names(binding.classes, _MOST_NAMES)}"
+
+
 def _parts(
     training: Model,
     inputs: Mapping[str, ir.Value],
@@ -157,7 +170,8 @@ def _parts(
     floats = [v.name or "" for v in training.inputs if v.dtype is not None and v.dtype.is_floating_point()]
     class_targets = [loss.target for loss in objectives(training) if loss.target and loss.by_number and loss.axis == 1]
     noise_inputs = floats if len(training.steps) > 1 else ()
-    bindings = match(data.columns, inputs, config.columns, noise_inputs, class_targets)
+    targets = [loss.target for loss in objectives(training) if loss.target]
+    bindings = match(data.columns, inputs, config.columns, noise_inputs, class_targets, targets)
 
     if labels is not None:
         if config.classes:  # such as those of a resumed run

@@ -23,6 +23,7 @@ from onward.errors import (
     lacks_memory,
     message_of,
 )
+from onward.inspect.formatting import quantity
 from onward.recipe.metrics import Measures
 from onward.training.callbacks import (
     BestModelCallback,
@@ -100,7 +101,8 @@ class Loop:
             for note in notes:
                 self.status.say(note)
             if not self._is_new and self.at.epoch >= self.config.epochs:  # not logged: the log shows it anyway
-                self.status.say(f"{self.at.epoch} of {self.config.epochs} epochs are done")
+                more = f"ask for more than {self.at.epoch}: `--epochs {self.at.epoch + 3}`"
+                self.status.say(f"the run has made {quantity(self.at.epoch, 'epoch')}; {more}")
             try:
                 self.engine.group.wait()  # until all processes have read the files that are now written
                 if self._is_new:
