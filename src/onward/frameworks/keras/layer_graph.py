@@ -10,21 +10,27 @@ import keras
 import numpy as np
 import onnx_ir as ir
 
-# These files register the rows of layers when they are imported.
-import onward.frameworks.keras.layers.activations
-import onward.frameworks.keras.layers.core
-import onward.frameworks.keras.layers.recurrent
-import onward.frameworks.keras.layers.spatial  # noqa: F401
 from onward.build import Builder, Expr, Names
 from onward.errors import first_line
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
-from onward.frameworks.keras.layers import Call, LayerTensor, accepted_arguments, find
+from onward.frameworks.keras.layers import (
+    Call,
+    LayerTensor,
+    accepted_arguments,
+    activations,
+    core,
+    find,
+    recurrent,
+    spatial,
+)
 from onward.frameworks.keras.optimizer import array_of
 from onward.model import Model
 from onward.recipe.step_builder import take_apart
 from onward.standard import COMMON_OPSET
 from onward.vocabulary.keras import Refused
 
+ROWS_OF_LAYERS = (activations, core, recurrent, spatial)
+"""Files that register their rows when they are imported."""
 REGULARIZATION = "regularization"
 
 
