@@ -47,29 +47,30 @@ def main() -> None:
         "--mnist", type=Path, help="folder with train-images-idx3-ubyte[.gz] and train-labels-idx1-ubyte[.gz]"
     )
     parser.add_argument("--leg", type=int, default=LEG, help=f"steps in each framework (default: {LEG})")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder for the results (default: {OUT})")
     args = parser.parse_args()
-    OUT.mkdir(exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     images, labels = mnist(args.mnist) if args.mnist else digits()
     legs = [list(batches(images, labels, args.leg, seed)) for seed in range(3)]
     all_batches = [batch for leg in legs for batch in leg]
 
     runner = Native(images.shape[-1])
-    runner.save(OUT / "0-start.onnx")
+    runner.save(args.out / "0-start.onnx")
     first = runner.train(legs[0])
-    runner.save(OUT / "1-from-pytorch.onnx")
+    runner.save(args.out / "1-from-pytorch.onnx")
     alone = first + runner.train(legs[1] + legs[2])
     curves = {
         "PyTorch": (0, first),
-        "Keras": (args.leg, in_keras(OUT / "1-from-pytorch.onnx", OUT / "2-from-keras.onnx", legs[1])),
-        "JAX": (2 * args.leg, in_jax(OUT / "2-from-keras.onnx", OUT / "3-from-jax.onnx", legs[2])),
-        "ONNX Runtime": (0, in_onnxruntime(OUT / "0-start.onnx", all_batches)),
+        "Keras": (args.leg, in_keras(args.out / "1-from-pytorch.onnx", args.out / "2-from-keras.onnx", legs[1])),
+        "JAX": (2 * args.leg, in_jax(args.out / "2-from-keras.onnx", args.out / "3-from-jax.onnx", legs[2])),
+        "ONNX Runtime": (0, in_onnxruntime(args.out / "0-start.onnx", all_batches)),
     }
     for name, (start, losses) in curves.items():
         difference = max(abs(a - b) / b for a, b in zip(losses, alone[start:], strict=False))
         print(f"{name:13} steps {start:3} to {start + len(losses):3}: difference from PyTorch alone {difference:.1e}")
-    (OUT / "losses.json").write_text(json.dumps({name: losses for name, (_, losses) in curves.items()}))
-    draw(curves, OUT / "relay.svg")
-    print(f"wrote {OUT / 'relay.svg'}")
+    (args.out / "losses.json").write_text(json.dumps({name: losses for name, (_, losses) in curves.items()}))
+    draw(curves, args.out / "relay.svg")
+    print(f"wrote {args.out / 'relay.svg'}")
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------

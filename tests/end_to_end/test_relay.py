@@ -154,7 +154,7 @@ def test_the_example(data, tmp_path):
     if data != "digits":
         write_mnist(tmp_path, pack=data == "packed mnist")
     script = ROOT / "examples" / "relay" / "relay.py"
-    options = ["--leg", "3", *([] if data == "digits" else ["--mnist", tmp_path])]
+    options = ["--leg", "3", "--out", tmp_path / "out", *([] if data == "digits" else ["--mnist", tmp_path])]
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=True)
     apart = [float(number) for number in re.findall(r"difference from PyTorch alone (\S+)", done.stdout)]
     assert len(apart) == 4 and max(apart) < 1e-5

@@ -20,6 +20,7 @@ from onnx import defs
 from representatives import by_attributes_and_ranks, by_mode, chosen, first_of_each
 from rule_tables import ALL, BODIES, CASES, EDGES, EXCLUDED, EXCLUDED_ON_ONNXRUNTIME, known, without_onnxruntime
 
+import onward
 from onward.differentiate import sweep, vjp
 from onward.differentiate.expand import expand
 from onward.model import load
@@ -31,6 +32,10 @@ from onward.transform.opset import convert_opset
 QUICK = {*first_of_each(CASES, by_attributes_and_ranks), *first_of_each(BODIES, by_mode)}
 OF_EACH_MODE = {*first_of_each(CASES, by_mode), *first_of_each(BODIES, by_mode)}
 ON_ONNXRUNTIME = {name for name in CASES if not without_onnxruntime(name)}
+
+
+NEED_SIZES = {"convolution_conv_same_beyond_stride"}
+"""Padding that ONNX Runtime computes differently is written out, and refused where it depends on unknown sizes."""
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in QUICK])
@@ -47,6 +52,10 @@ def test_rule_agrees_with_differences_to_the_second_order(name):
 def test_rule_agrees_with_no_dimension_known(name):
     """What ONNX Runtime computes with no dimension known is compared below."""
     proto, inputs = CASES[name]
+    if name in NEED_SIZES:
+        with pytest.raises(onward.Error, match="depends on unknown sizes"):
+            gradcheck.check(gradcheck.with_symbolic_dims(proto), inputs, order=1)
+        return
     gradcheck.check(gradcheck.with_symbolic_dims(proto), inputs, order=1)
 
 
@@ -69,7 +78,7 @@ def test_rule_runs_on_onnxruntime(name):
     """With and without dimensions: the reference evaluator does not mind shapes that are declared wrongly."""
     if reason := without_onnxruntime(name):
         pytest.skip(reason)
-    gradcheck.check_on_onnxruntime(*ALL[name], symbolic=name in ON_ONNXRUNTIME)
+    gradcheck.check_on_onnxruntime(*ALL[name], symbolic=name in ON_ONNXRUNTIME - NEED_SIZES)
 
 
 def test_nearly_all_rules_run_on_onnxruntime():
