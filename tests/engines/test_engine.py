@@ -12,6 +12,7 @@ from stepping import Stepper
 import onward
 from onward.engines import onnxruntime, start
 from onward.engines.onnxruntime import OnnxRuntime
+from onward.model.storage.external import BORROWED
 from onward.model.storage.tensor_sites import HeldTensor
 
 __all__ = ["case"]  # a fixture
@@ -73,6 +74,8 @@ def without_numbers(proto):
     for tensor in proto.graph.initializer:
         for field in ("raw_data", "float_data", "external_data", "data_location"):
             tensor.ClearField(field)
+        for entry in [entry for entry in tensor.metadata_props if entry.key == BORROWED]:  # belongs to `external_data`
+            tensor.metadata_props.remove(entry)
     return proto
 
 

@@ -267,7 +267,7 @@ class Saver(Callback):
             self._background = self._sharded.begin(parts, now), position
             return
         # Before the first step, the tensors are still in the user's files.
-        with engine.snapshot() if now.step else contextlib.nullcontext(engine.model.copy()) as model:
+        with engine.snapshot() if now.step else contextlib.nullcontext(engine.model) as model:
             if model is not None:
                 self._folder.save(model, now)
         self._saved_at = time.monotonic()

@@ -63,7 +63,7 @@ def prepare_training(
                 hint="leave it out, or strip the model first (`onward strip`, `onward.transform.strip`)",
             )
         notes = [note for step in original.steps for note in notes_on_moves(step)]
-        return PreparedRun(original, batch_size or fixed_batch(original) or USUAL_BATCH, notes)
+        return PreparedRun(original.copy(), batch_size or fixed_batch(original) or USUAL_BATCH, notes)
     if recipe.get("loss") is None and recipe.get("teacher") is None:
         raise RecipeError(
             "missing `loss`: the model is not a training model",
