@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from broken_models import DAMAGES, GOOD
+from marks import needs
 from models import digits_mlp, small_cnn
 from onnx import TensorProto, helper, numpy_helper, parser
 from rich.cells import cell_len
@@ -113,6 +114,20 @@ def test_what_goes_in_and_out() -> None:
     assert [(p.name, p.type, p.shape) for p in summary.outputs] == [("logits", "float32", ("N", 10))]
     assert [(p.name, p.type, p.shape) for p in step.inputs] == [("labels", "int64", ("N",))]
     assert [p.name for p in step.metrics] == ["loss", "lr", "grad_norm"]
+
+
+@needs("torch")
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_model_that_was_exported_in_training_mode(tmp_path: Path, is_training: bool) -> None:
+    """Its Dropout drops values also when the trained model runs."""
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5))
+    options = {"input_names": ["x"], "output_names": ["y"], "dynamic_shapes": ({0: "N"},), "optimize": False}
+    torch.onnx.export(net.train(is_training), (torch.rand(5, 4),), tmp_path / "net.onnx", verbose=False, **options)
+    remarks = [remark for remark in describe(tmp_path / "net.onnx").remarks if "in training mode" in remark]
+    assert len(remarks) == is_training
+    assert all("dropout" in remark and "module.eval()" in remark for remark in remarks)
 
 
 def test_the_file(tmp_path: Path) -> None:

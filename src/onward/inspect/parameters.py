@@ -27,6 +27,7 @@ from onward.recipe.exporter_notes import (
 )
 from onward.recipe.trainable import is_norm, judge
 from onward.run_state.reading import differentiated_values, is_statistics, number, texts, trained_parameters
+from onward.standard import is_standard
 
 _HIDING = {"Constant", "ConstantOfShape", "DequantizeLinear"}
 _ROLES: dict[str, Role] = {"parameter": "trainable", "frozen": "frozen", "statistics": "statistics"}
@@ -138,6 +139,16 @@ def _without_external_data(model: Model) -> Model:
 # ---- what exporters did to parameters --------------------------------------------------------------------------------
 
 
+def _is_in_training(node: ir.Node) -> bool:
+    """True for a Dropout that drops, and a normalization by the batch, in an inference graph."""
+    if not is_standard(node):
+        return False
+    if node.op_type == "Dropout" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        mode = constant_tensor(node.inputs[2])
+        return mode is not None and bool(mode.numpy().any())
+    return node.op_type == "BatchNormalization" and node.attributes.get_int("training_mode", 0) == 1
+
+
 def exporter_remarks(model: Model, judged: Mapping[str, Verdict]) -> Iterator[str]:
     """Yield a sentence for each difference between trained tensors and the exporter's constants."""
     if model.steps:
@@ -147,6 +158,8 @@ def exporter_remarks(model: Model, judged: Mapping[str, Verdict]) -> Iterator[st
     else:
         restored = Restored()
     yield from restored.remarks()
+    if noisy := [node.name or node.outputs[0].name or "" for node in model.graph.all_nodes() if _is_in_training(node)]:
+        yield f"in training mode whenever the model runs: {list_names(noisy, 3)}; export it after `module.eval()`"
     left_out = [name for name, (_, reason) in judged.items() if reason == EXPORTER_CONSTANT]
     if left_out:
         yield (
