@@ -48,7 +48,7 @@ def main(folder: Path, rooms: list[int]) -> None:
             try:
                 go(small)
             except WriteError as error:
-                print(room, error, error.hint, sep="|")
+                print(room, error.message, error.hint, sep="|")
             ballast.unlink()
             go(small)
             shutil.copytree(small / "run", folder / f"run{room}")

@@ -35,7 +35,7 @@ def scan(*inputs, num_scan_inputs, scan_input_axes, framework, **others):
     length = framework.shape_of(inputs[-num_scan_inputs])[axis]
     if not isinstance(length, int):
         raise UnsupportedError(
-            f"Keras unrolls a `Scan`, whose size along axis {axis} is unknown",
+            f"Keras unrolls a `Scan` of the loss or model, whose size along axis {axis} is unknown",
             hint="declare it: `onward set MODEL --shape x=16,N,64`, or `onward.transform.declare`",
         )
     settings = {"num_scan_inputs": num_scan_inputs, "scan_input_axes": scan_input_axes, "framework": framework}
