@@ -38,13 +38,6 @@ def checksum_entry(payload: bytes, ranges: Ranges) -> bytes:
     return entry + f"{zlib.crc32(entry, zlib.crc32(payload)):0{_DIGITS}x}".encode()
 
 
-def remove_checksum_entry(proto: ModelProto) -> None:
-    """Remove the entry from a parsed model: a changed model has other checksums."""
-    for index in reversed(range(len(proto.metadata_props))):
-        if proto.metadata_props[index].key == CHECKSUMS:
-            del proto.metadata_props[index]
-
-
 def stored_ranges(path: Path) -> Ranges | None:
     """Return the checksums that a model file lists for data files; None if missing or damaged."""
     try:

@@ -73,12 +73,16 @@ BORROWED = "onward.borrowed"
 _SAMPLE = 4096  # bytes: enough to tell two sets of weights apart, and as quick to read as the name of the file
 
 
+def remove_metadata(holder: ModelProto | TensorProto, key: str) -> None:
+    for index in reversed(range(len(holder.metadata_props))):
+        if holder.metadata_props[index].key == key:
+            del holder.metadata_props[index]
+
+
 def record_borrowed(proto: ModelProto, folder: Path, files: Set[Path]) -> None:
     """Record how tensors in files of other programs begin, so that reading finds changed files."""
     for tensor in walk_tensors(proto):
-        for index in reversed(range(len(tensor.metadata_props))):
-            if tensor.metadata_props[index].key == BORROWED:
-                del tensor.metadata_props[index]
+        remove_metadata(tensor, BORROWED)
         if files and tensor.data_location == TensorProto.EXTERNAL:
             location, start, stop = _reference(tensor)
             if Path(os.path.realpath(folder / location)) in files:

@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onward.errors import ArgumentError, Error, ExternalDataError, InvalidModelError, needing_memory, suggest
-from onward.model.storage.checksums import CHECKSUMS, remove_checksum_entry
-from onward.model.storage.external import check_external, data_files
+from onward.model.storage.checksums import CHECKSUMS
+from onward.model.storage.external import check_external, data_files, remove_metadata
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
 from onward.model.storage.tensor_sites import HeldFile, hold_open
 
@@ -122,8 +122,7 @@ def _parse(name: str, data: bytes) -> ModelProto:
     if missing == "graph" or not (proto.ir_version > 0 or proto.opset_import):
         refuse_text(name, data[:PAGE])
         raise InvalidModelError(f"{name} is valid protobuf, but not an ONNX model: it has no {missing}", hint=EXPORT)
-    if any(entry.key == CHECKSUMS for entry in proto.metadata_props):
-        remove_checksum_entry(proto)
+    remove_metadata(proto, CHECKSUMS)  # a changed model has other checksums
     return proto
 
 
