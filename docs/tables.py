@@ -16,8 +16,9 @@ from typing import Any
 from onnx import defs
 
 from onward.checker import CODES, FAMILIES
-from onward.checkpoint import Checkpoint, open_checkpoint, to_checkpoint
-from onward.checkpoint.formats import FORMATS
+from onward.checkpoint.exporting import to_checkpoint
+from onward.checkpoint.format import Checkpoint
+from onward.checkpoint.formats import FORMATS, open_checkpoint
 from onward.cli.commands import build
 from onward.options import ModelAndData, StepOptions, TrainConfig, options_of
 from onward.rules import RULES, NoGradient, Rewrite, Rule

@@ -23,10 +23,12 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     # isort: off
     from onward import backend as backend, engines as engines, pipelines as pipelines, rules as rules
     from onward import transform as transform
-    from onward.agreement import check_gradients as check_gradients, verify as verify
+    from onward.agreement.gradient_check import check_gradients as check_gradients
+    from onward.agreement.verification import verify as verify
     from onward.checker import Finding as Finding, check as check
-    from onward.checkpoint import diff as diff
-    from onward.checkpoint import open_checkpoint as open_checkpoint, to_checkpoint as to_checkpoint
+    from onward.checkpoint.comparison import diff as diff
+    from onward.checkpoint.exporting import to_checkpoint as to_checkpoint
+    from onward.checkpoint.formats import open_checkpoint as open_checkpoint
     from onward.importing.torch_lightning import LightningCallback as LightningCallback
     from onward.importing.torch_trainer import TrainerCallback as TrainerCallback
     from onward.frameworks.jax import from_jax as from_jax, to_jax as to_jax
@@ -56,9 +58,12 @@ defer_sympy()
 
 _NAMES = {
     "": ("backend", "engines", "pipelines", "rules", "transform"),
-    "agreement": ("check_gradients", "verify"),
+    "agreement.gradient_check": ("check_gradients",),
+    "agreement.verification": ("verify",),
     "checker": ("Finding", "check"),
-    "checkpoint": ("diff", "open_checkpoint", "to_checkpoint"),
+    "checkpoint.comparison": ("diff",),
+    "checkpoint.exporting": ("to_checkpoint",),
+    "checkpoint.formats": ("open_checkpoint",),
     "importing.torch_lightning": ("LightningCallback",),
     "importing.torch_trainer": ("TrainerCallback",),
     "frameworks.jax": ("from_jax", "to_jax"),

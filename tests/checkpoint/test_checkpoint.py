@@ -26,16 +26,17 @@ from paths import CHECKPOINTS
 from typer.testing import CliRunner
 
 import onward
-from onward.checkpoint import Checkpoint, ScatteredTensor, StoredTensor, is_checkpoint
 from onward.checkpoint.embedded import FACT
 from onward.checkpoint.exporting import checkpoint_of_model
+from onward.checkpoint.format import Checkpoint
+from onward.checkpoint.formats import is_checkpoint
 from onward.checkpoint.formats.pytorch import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object, write_pickle
 from onward.checkpoint.pytorch.pickle_reader import read_pickle
 from onward.cli.commands import app
 from onward.recipe.spec import parse
-from onward.run_state.tensors import ArrayTensor
+from onward.run_state.tensors import ArrayTensor, ScatteredTensor, StoredTensor
 
 
 def same(ours: Any, theirs: Any) -> None:

@@ -16,7 +16,7 @@ from deepspeed_runs import configured, run
 from paths import CHECKPOINTS
 
 import onward
-from onward.checkpoint import Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.formats.deepspeed import FORMAT
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.pickle_objects import Name, Object

@@ -19,10 +19,10 @@ from marks import needs
 from paths import CHECKPOINTS
 
 import onward
-from onward.checkpoint import StoredTensor, Tensor
 from onward.checkpoint.formats import orbax as zarr_tree
 from onward.checkpoint.pytree import flax_msgpack
 from onward.recipe.spec import parse
+from onward.run_state.tensors import StoredTensor, Tensor
 
 pytestmark = needs("jax", "optax", "orbax", "flax")
 

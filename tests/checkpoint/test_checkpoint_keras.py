@@ -17,10 +17,9 @@ from marks import needs
 from paths import CHECKPOINTS
 
 import onward
-from onward.checkpoint import StoredTensor
 from onward.checkpoint.tf.h5 import read_h5, write_h5
 from onward.engines import start
-from onward.run_state.tensors import ArrayTensor
+from onward.run_state.tensors import ArrayTensor, StoredTensor
 
 RECORDED = CHECKPOINTS / "keras" / "model.keras"
 TRAINED = [f"net/{name}" for name in ("dense/kernel", "dense/bias", "batch_normalization/gamma",

@@ -16,7 +16,7 @@ from paths import CHECKPOINTS
 from processes import together
 
 import onward
-from onward.checkpoint import Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import read_torch_file, write_torch_file
 from onward.recipe.spec import Spec
 from onward.vocabulary.megatron import schedule_words

@@ -11,7 +11,7 @@ import pytest
 from paths import CHECKPOINTS
 
 import onward
-from onward.checkpoint import Checkpoint
+from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.formats import writable
 
 pytestmark = pytest.mark.slow

@@ -15,12 +15,11 @@ from marks import needs
 from paths import CHECKPOINTS
 
 import onward
-from onward.checkpoint import ScatteredTensor, StoredTensor, Tensor
 from onward.checkpoint.formats import tensorflow as bundle
 from onward.checkpoint.tf.object_graph import meaning_of
 from onward.checkpoint.tf.tensor_bundle import GRAPH, make_table, read_bundle, read_table, text_of, write_bundle
 from onward.model.storage.wire import crc32c, field, mask, varint
-from onward.run_state.tensors import ArrayTensor
+from onward.run_state.tensors import ArrayTensor, ScatteredTensor, StoredTensor, Tensor
 
 MANAGED, PIECES = CHECKPOINTS / "tensorflow", CHECKPOINTS / "tensorflow_pieces"
 

@@ -194,7 +194,7 @@ def _program(source: Path, framework: Framework, output: Path | None, force: boo
 
 
 def _checkpoint(source: Path, to: str, output: Path | None, force: bool) -> Path:
-    from onward.checkpoint import to_checkpoint
+    from onward.checkpoint.exporting import to_checkpoint
     from onward.checkpoint.formats import writable
     from onward.model.storage.files import listing
 
@@ -222,7 +222,7 @@ def _checkpoint(source: Path, to: str, output: Path | None, force: bool) -> Path
 
 def _is_foreign(source: Path, has_options: bool) -> bool:
     """True if the source is a checkpoint. State written with `--to` is not, unless options ask for an import."""
-    from onward.checkpoint import is_checkpoint
+    from onward.checkpoint.formats import is_checkpoint
     from onward.importing.programs import framework_of
 
     return is_checkpoint(source) and (has_options or framework_of(source) is None)

@@ -19,8 +19,8 @@ from onward.options import PlanOptions
 
 if TYPE_CHECKING:
     from onward.analysis.blocks import Part
-    from onward.checkpoint import Checkpoint, Comparison
-    from onward.checkpoint.comparison import Fact, Pair
+    from onward.checkpoint.comparison import Comparison, Fact, Pair
+    from onward.checkpoint.format import Checkpoint
 
 
 @command(
@@ -56,7 +56,7 @@ def describe(
     state, and training progress. The file may also be a checkpoint of PyTorch, Lightning or Hugging
     Face, as a file or folder. Nothing in it is executed.
     """
-    from onward.checkpoint import is_checkpoint
+    from onward.checkpoint.formats import is_checkpoint
     from onward.inspect import describe as summarize
     from onward.inspect import draw, render, render_parameters
     from onward.model import load
@@ -143,7 +143,7 @@ def _show_code(path: Path, as_json: bool) -> None:
 
 
 def _show_checkpoint(path: Path, params: bool, as_json: bool) -> None:
-    from onward.checkpoint import open_checkpoint
+    from onward.checkpoint.formats import open_checkpoint
     from onward.checkpoint.summary import lines, tensor_lines, to_json
 
     checkpoint = open_checkpoint(path)
@@ -190,7 +190,7 @@ def diff(
     optimizer; schedule, step and random number state. NaN equals NaN. The exit code is 0 if
     everything is equal, else 1.
     """
-    from onward.checkpoint import diff as compare
+    from onward.checkpoint.comparison import diff as compare
 
     with working(f"comparing {a} and {b}", *(path for path in (a, b) if path.suffix == ".onnx")):
         comparison = compare(a, b, atol=atol, rtol=rtol)
