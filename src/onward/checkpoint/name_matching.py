@@ -47,8 +47,8 @@ class Match:
 
     @functools.cached_property
     def theirs(self) -> dict[str, str]:
-        """Names of the graph -> names of the checkpoint."""
-        return {ours: theirs for theirs, ours in self.names.items()}
+        """Names of the graph -> names of the checkpoint; of tied names, the first."""
+        return {ours: theirs for theirs, ours in reversed(list(self.names.items()))}
 
     def orient(self, theirs: Any, tensor: Tensor) -> Tensor:
         """Return a tensor of the checkpoint in the graph's orientation, or the other way round."""
@@ -82,6 +82,8 @@ def match(
     names |= by_name([name for name in tensors if name not in names], set(graph) - {*names.values()}, weights, rules)
     names |= _match_tied(tied or {}, names, graph, rules)
     names |= _by_value(tensors, names, graph, weights, rules)
+    names |= _match_copies(tensors, names, rules)
+    names = {name: names[name] for name in tensors if name in names}  # optimizers count a tied tensor at its first name
     transposed = _transposed_matrices(names, tensors, graph, rules)
     used = {*names.values()}
     left = [name for name in tensors if name not in names and not name.endswith(_COUNTERS)]
@@ -206,6 +208,26 @@ def _by_value(
     if matches:
         listed = list_names([f"{theirs} = {ours}" for theirs, ours in matches.items()], 4)
         rules.append(f"{len(matches)} tensors by equal values: {listed}")
+    return matches
+
+
+def _match_copies(tensors: Mapping[str, Tensor], names: Mapping[str, str], rules: list[str]) -> dict[str, str]:
+    """Match tied tensors that the file has under each of their names, to what one of these has matched.
+
+    Equal values are the evidence. Constant tensors, such as new biases, are equal without being tied.
+    """
+    matches: dict[str, str] = {}
+    by_shape: dict[tuple[int, ...], list[str]] = {}
+    for name in names:
+        by_shape.setdefault(tensors[name].shape, []).append(name)
+    for name, tensor in tensors.items():
+        if name in names or len(tensor.shape) < 2 or tensor.shape not in by_shape:
+            continue
+        array = tensor.array()
+        equal = (other for other in by_shape[tensor.shape] if np.array_equal(array, tensors[other].array()))
+        if array.min() != array.max() and (other := next(equal, None)) is not None:
+            matches[name] = names[other]
+            rules.append(f"`{name}` and `{other}` are tied")
     return matches
 
 
@@ -350,57 +372,75 @@ def _divided(order: Order, optimizer: OptimizerState, shapes: Shapes) -> tuple[l
     sizes = [len(group.parameters) for group in optimizer.groups]
     numbers = [number for group in optimizer.groups for number in group.parameters]
     names = [name for group_names in order for name in group_names]
-    if len(names) != len(numbers) or (len(order) > 1 and sizes != [len(group_names) for group_names in order]):
-        return None, f"{' and '.join(str(len(group_names)) for group_names in order)} parameters"
     stored = stored_shapes(optimizer)
-    others = [name for name, n in zip(names, numbers, strict=True) if n in stored and stored[n] != shapes.get(name)]
-    first = optimizer.groups[0]
-    is_alike = all((group.settings, group.optimizer) == (first.settings, first.optimizer) for group in optimizer.groups)
-    if len(order) == len(sizes) or (is_alike and not stored):
-        if others:
-            return None, f"shapes differ at {list_names(others, 3)}"
-        return names, "all shapes agree" if stored else "no state has shapes that could tell"
-    if not stored:
-        return None, f"{len(sizes)} groups with different settings, and no state whose shapes tell them apart"
+    others: list[str] = []
+    has_frozen = len(order) == 1 and len(names) > len(numbers) == len(stored)  # a program gave it the others only
+    if not has_frozen:
+        if len(names) != len(numbers) or (len(order) > 1 and sizes != [len(group_names) for group_names in order]):
+            return None, f"{' and '.join(str(len(group_names)) for group_names in order)} parameters"
+        others = [name for name, n in zip(names, numbers, strict=True) if n in stored and stored[n] != shapes.get(name)]
+        first = optimizer.groups[0]
+        is_alike = all((row.settings, row.optimizer) == (first.settings, first.optimizer) for row in optimizer.groups)
+        if len(order) == len(sizes) or (is_alike and not stored):
+            if others:
+                return None, f"shapes differ at {list_names(others, 3)}"
+            return names, "all shapes agree" if stored else "no state has shapes that could tell"
+        if not stored:
+            return None, f"{len(sizes)} groups with different settings, and no state whose shapes tell them apart"
     groups = [[stored.get(number) for number in group.parameters] for group in optimizer.groups]
-    group_numbers = _divide([shapes.get(name, ()) for name in names], groups)
-    if group_numbers is None and not others:
+    group_numbers = _divide([shapes.get(name, ()) for name in names], groups, has_frozen)
+    if group_numbers is None and not has_frozen and not others:
         return names, NOT_PROVEN
+    if group_numbers is None:
+        several = f"shapes fit its {len(sizes)} groups in several ways"
+        return None, f"{several}; name the frozen parameters: `--freeze PATTERN`" if has_frozen else several
     if not group_numbers:
-        return None, f"shapes fit its {len(sizes)} groups in several ways" if group_numbers is None else "shapes differ"
+        return None, "shapes differ"
     grouped = [
-        [name for name, number in zip(names, group_numbers, strict=True) if number == i] for i in range(len(sizes))
+        [name for name, number in zip(names, group_numbers, strict=True) if number == i] for i in range(len(sizes) + 1)
     ]
-    return [name for group_names in grouped for name in group_names], "shapes fit its groups in one way"
+    proof = "shapes fit its groups in one way"
+    if frozen := grouped.pop():
+        proof += f", without {list_names(frozen, 3)}: frozen"
+    return [name for group_names in grouped for name in group_names], proof
 
 
 NOT_PROVEN = "groups are taken in a row, and shapes fit in other ways, too (`--names`)"
 """End of a note if shapes do not prove the groups of an optimizer."""
 
-_MOST_DIVISIONS = 256
+_MOST_DIVISIONS = 4096
 """Divisions that are followed at once. More occur if shapes do not tell groups apart."""
 
 
-def _divide(shapes: Sequence[tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...] | None]]) -> list[int] | None:
+def _divide(
+    shapes: Sequence[tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...] | None]], has_frozen: bool
+) -> list[int] | None:
     """Return the group of each shape, if the shapes of a group keep their order.
 
     Return None if several divisions fit, and an empty list if none does. A shape of None is
-    unknown.
+    unknown. Frozen parameters belong to no group: their number is the number of groups.
     """
-    paths: dict[tuple[int, ...], list[int] | None] = {(0,) * len(groups): []}
-    """Number taken of each group -> the division; None if there are several."""
+    paths: dict[tuple[int, ...], tuple[Any, ...] | None] = {(0,) * len(groups): ()}
+    """Number taken of each group -> the division, last group first; None if there are several."""
     for shape in shapes:
-        further: dict[tuple[int, ...], list[int] | None] = {}
+        further: dict[tuple[int, ...], tuple[Any, ...] | None] = {}
         for taken, path in paths.items():
-            for i, group in enumerate(groups):
-                if taken[i] == len(group) or group[taken[i]] not in (None, shape):
-                    continue
-                after = (*taken[:i], taken[i] + 1, *taken[i + 1 :])
-                further[after] = None if path is None or after in further else [*path, i]
+            ends = {
+                (*taken[:i], taken[i] + 1, *taken[i + 1 :]): i
+                for i, group in enumerate(groups)
+                if taken[i] < len(group) and group[taken[i]] in (None, shape)
+            } | ({taken: len(groups)} if has_frozen else {})
+            for end, i in ends.items():
+                further[end] = None if path is None or end in further else (i, path)
         if len(further) > _MOST_DIVISIONS:
             return None
         paths = further
-    return next(iter(paths.values()), [])
+    path = paths.get(tuple(len(group) for group in groups), ())
+    division: list[int] = []
+    while path:
+        number, path = path
+        division.append(number)
+    return None if path is None else division[::-1]
 
 
 def _rename_slots(optimizer: OptimizerState, names: Mapping[Any, str]) -> OptimizerState:

@@ -182,8 +182,7 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
     model = without_steps(source)
     pairs = options.names if isinstance(options.names, Mapping) else None
     matched = match(checkpoint.tensors, model, pairs, checkpoint.tied, captured.stored)
-    listed_names = None if isinstance(options.names, Mapping) else options.names
-    checkpoint, notes = with_optimizer_names(checkpoint, matched, model, base, listed_names, captured.orders)
+    checkpoint, notes = with_optimizer_names(checkpoint, matched, model, base, captured.orders, options)
     refuse_unmatched(checkpoint, matched, own_constants(matched, model, base))
     groups = run_groups(checkpoint, matched, parse(options.optimizer) if options.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)

@@ -15,9 +15,11 @@ from onward.checkpoint.pytree.optax_states import of_adamax
 from onward.errors import UnsupportedError, list_names
 from onward.inspect import describe
 from onward.model import Model
+from onward.options import MissingOptions
 from onward.recipe.optimizers import configure
 from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
+from onward.recipe.trainable import as_patterns, matching
 from onward.run_state.problems import Problems
 from onward.run_state.state import OptimizerState, ParameterGroup, RunState
 
@@ -27,8 +29,8 @@ def with_optimizer_names(
     matched: Match,
     model: Model,
     base: RunState | None,
-    listed: Sequence[str] | None,
     orders_of_graph: Mapping[str, Order],
+    options: MissingOptions,
 ) -> tuple[Checkpoint, dict[str, bool]]:
     """Return the checkpoint with names for its optimizer state, and notes on their origin.
 
@@ -38,15 +40,18 @@ def with_optimizer_names(
         return checkpoint, {}
     graph, theirs = list(model.graph.initializers), matched.theirs
     learns = {weight.name for weight in describe(model).weights if weight.role not in ("constant", "statistics")}
-    stored = [name for name in checkpoint.tensors if matched.names.get(name) in learns]
+    frozen = {*matching(as_patterns(options.freeze) or (), learns)}
+    if options.trainable is not None:
+        frozen |= learns - {*matching(as_patterns(options.trainable) or (), learns)}
+    stored = [name for name, ours in matched.names.items() if ours in learns and theirs[ours] == name]
     index = {ours: graph.index(ours) for ours in matched.names.values()}
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     in_trainer = checkpoint.format == TRAINER
     optimizers, notes = [], dict[str, bool]()
     for optimizer in checkpoint.optimizers:
         orders: dict[str, Order] = {}
-        if listed is not None:
-            orders["the list that was given"] = _by_group(listed, optimizer)
+        if options.names is not None and not isinstance(options.names, Mapping):
+            orders["the list that was given"] = _by_group(options.names, optimizer)
         else:
             for origin, order in orders_of_graph.items():
                 if in_trainer or len(order) == 1:  # only the Trainer has a known division
@@ -64,6 +69,10 @@ def with_optimizer_names(
             if checkpoint.keeps_order:
                 orders["the order of the state dict"] = [stored]
             orders["the order of the graph"] = [sorted(stored, key=lambda name: index[matched.names[name]])]
+        for origin, order in list(orders.items()):
+            not_frozen = [[name for name in names if matched.names.get(name) not in frozen] for names in order]
+            if not_frozen != order:
+                orders[f"{origin}, without frozen parameters"] = not_frozen
         named, rule = with_names(optimizer, orders, shapes, in_trainer=in_trainer)
         optimizers.append(named)
         notes |= {rule: rule.endswith(NOT_PROVEN)} if rule else {}

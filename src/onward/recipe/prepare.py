@@ -40,7 +40,7 @@ from onward.recipe.preprocessing.pipeline import by_input
 from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.step_builder import StepBuilder
-from onward.recipe.trainable import Selection, matching, roles, select
+from onward.recipe.trainable import Selection, as_patterns, matching, roles, select
 from onward.recipe.training_mode import bind_statistics, functions_to_inline, open_linear, training_forward
 from onward.recipe.update import UpdateBuilder
 from onward.standard import OLDEST_OPSET
@@ -99,7 +99,7 @@ class Recipe(Fields, StepOptions):
             warn(warning)
         students = teaching.students(model, predictions) if teaching else []
         watched = list(dict.fromkeys([*predictions, *students]))
-        trainable, freeze = _patterns(self.trainable), _patterns(self.freeze) or ()
+        trainable, freeze = as_patterns(self.trainable), as_patterns(self.freeze) or ()
         if trainable is not None:
             named = [value for value in in_bodies(model.graph) if matching(trainable, [value.name or ""])]
             trainable = [*trainable, *(lift(model, value) for value in named)]
@@ -245,10 +245,6 @@ def _inputs_in_training(
     """Return the inputs that preprocessing or augmentation changes, with their values in training."""
     read = {value.name or "": value for value in model.inputs} | {name: e.value for name, e in entries.items()}
     return {name: trained.get(value, value) for name, value in read.items() if name in entries or value in trained}
-
-
-def _patterns(option: Sequence[str] | str | None) -> Sequence[str] | None:
-    return [option] if isinstance(option, str) else option
 
 
 def _gradients(builder: StepBuilder, loss: Expr, parameters: Sequence[ir.Value]) -> dict[ir.Value, Expr]:

@@ -194,6 +194,10 @@ def gradient_edges(targets: Iterable[ir.Value]) -> dict[ir.Value, list[tuple[ir.
     return edges
 
 
+def as_patterns(option: Sequence[str] | str | None) -> Sequence[str] | None:
+    return [option] if isinstance(option, str) else option
+
+
 def matching(
     patterns: Iterable[str], names: Iterable[str], roles: Mapping[str, Collection[str]] = MappingProxyType({})
 ) -> list[str]:
