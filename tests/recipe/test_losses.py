@@ -298,6 +298,22 @@ def test_ctc(time: int, length: int, blank: int, scale: float, reduction: str, z
     check(expected, "ctc", batch_first, *rest, logits=True, batch_first=True, **options)
 
 
+@needs("torch")
+def test_ctc_without_lengths_reads_the_width_and_the_padding():
+    import torch
+
+    rng = np.random.default_rng(0)
+    log_probs = torch.from_numpy(rng.normal(size=(6, 4, 5))).log_softmax(-1)
+    labels = np.array([[1, 2, 2], [3, 4, -1], [4, 2, 2], [-100, -1, 2]])  # 2 is the blank
+    labels[3, 2] = -1
+    ends, widths = np.array([1, 2, 1, 0]), np.full(4, 6)
+    by_kind = {"both": (widths, ends), "input": (widths,), "target": (ends,), "neither": ()}
+    places = torch.from_numpy(np.where(labels < 0, 0, labels))
+    expected = torch.nn.functional.ctc_loss(log_probs, places, *map(torch.from_numpy, (widths, ends)), blank=2)
+    for lengths, given_lengths in by_kind.items():
+        check(expected.numpy(), "ctc", log_probs.numpy(), labels, *given_lengths, blank=2, lengths=lengths)
+
+
 def test_ctc_with_certain_probabilities_and_no_labels():
     """log 0 is -inf here, and one of the two inputs has no label at all."""
     with np.errstate(divide="ignore"):

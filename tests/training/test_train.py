@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from onnx import numpy_helper
 from runs import QUIET, RECIPE, Arrays, accuracy, digits, outputs, state
 
 import onward
-from onward.errors import DataError, InvalidModelError, RecipeError, UnsupportedError
+from onward.errors import DataError, InvalidModelError, RecipeError, TrainingError, UnsupportedError
 from onward.training.api import find_lr, resume, train
 from onward.training.run import Run
 
@@ -47,6 +48,46 @@ def test_the_loss_of_validation_is_that_of_onnx_runtime(folder: Path) -> None:
     assert run.read_results()["loss"] == pytest.approx(
         np.mean(log_sum - logits[np.arange(50), data["labels"]]), rel=1e-5
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "hint"),
+    [
+        ("bce_with_logits", {"target": np.full((96, 10), 255, np.float32)}, "targets from 0 to 1"),
+        ("bce:scale=0.5", {"target": np.full((96, 10), 255, np.float32)}, "targets from 0 to 1"),
+        ("nll", {"labels": digits()["labels"]}, "`--loss cross_entropy`"),
+    ],
+)
+def test_a_negative_loss_that_cannot_be_negative_stops_the_run(
+    folder: Path, loss: str, targets: Arrays, hint: str
+) -> None:
+    model = digits_mlp()
+    model.graph.node[-1].output[0] = "scores"
+    last = "Softmax" if loss == "nll" else "Sigmoid" if loss.startswith("bce:") else "Identity"
+    model.graph.node.append(onnx.helper.make_node(last, ["scores"], ["logits"]))
+    with warnings.catch_warnings(), pytest.raises(TrainingError, match="cannot be negative") as caught:
+        warnings.simplefilter("ignore")
+        train(model, {"image": digits()["image"], **targets}, loss=loss, run="run", **QUIET)
+    assert hint in (caught.value.hint or "")
+
+
+def test_ctc_without_lengths_in_the_data(folder: Path) -> None:
+    """The lengths are the full width and the labels before their padding: the same run as with them."""
+    model = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        net (float[N,T,8] x) => (float[N,T,5] y) <float[8,5] w = {W}> { y = MatMul(x, w) }""".replace(
+        "W", ",".join(f"{x:.3f}" for x in np.random.default_rng(0).normal(size=40))
+    ))  # fmt: skip
+    labels = np.array([[1, 2, 0, 0], [3, 3, 4, -1], [2, 0, 0, 0], [4, 1, 2, 3]] * 2)
+    data = {"x": np.random.default_rng(1).normal(size=(8, 9, 8)).astype(np.float32), "labels": labels}
+    lengths = {"input_lengths": np.full(8, 9), "target_lengths": np.array([2, 3, 1, 4] * 2)}
+    options: dict[str, object] = {"loss": "ctc:logits=true,batch_first=true", "optimizer": "sgd:lr=0.1", **QUIET}
+    runs = [
+        train(model, {**data, **{name: lengths[name] for name in names}}, run=f"run{i}", **options)
+        for i, names in enumerate([[*lengths], [], ["input_lengths"], ["target_lengths"]])
+    ]
+    weights = [state(run)["w"] for run in runs]
+    for other in weights[1:]:
+        np.testing.assert_array_equal(other, weights[0])
 
 
 def test_without_validation_the_best_model_is_the_last(folder: Path) -> None:

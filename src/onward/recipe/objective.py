@@ -65,6 +65,20 @@ def terms(loss: Any) -> list[Term]:
     return [Term(spec.without("scale", "constant"), output, 1.0 if scale is None else scale, constant)]
 
 
+def with_option(loss: Any, name: str, option: str, value: Any) -> Any:
+    """Return a loss as a recipe has it, with an option of all its losses `name`."""
+    changed = []
+    for term in terms(loss):
+        spec: Any = term.custom
+        if term.custom is None:
+            is_named = term.spec.name in LOSSES and LOSSES[term.spec.name].name == name
+            factors = {"scale": term.scale, **({} if term.constant is None else {"constant": term.constant})}
+            added = ({option: value} if is_named else {}) | (factors if term.spec.name != _EXISTING else {})
+            spec = {"name": term.spec.name, **term.spec.options, **added}
+        changed.append(spec if term.output is None else {term.output: spec})
+    return changed[0] if len(changed) == 1 else changed
+
+
 def _number(spec: Spec, option: str) -> float | None:
     number = spec.options.get(option)
     return None if number is None else checked_number(f"`{option}` of the loss `{spec.name}`", number)
@@ -219,38 +233,87 @@ def scalar(loss: Expr) -> Expr:
 # ---- losses on unsuitable values -------------------------------------------------------------------------------------
 
 
-_HANDED_ON = {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Cast", "Normalizer"}
+_HANDED_ON = {"Identity", "Reshape", "Flatten", "Squeeze", "Unsqueeze", "Transpose", "Cast", "Clip", "Normalizer"}
 _NOT_FOR_PROBABILITIES = {
     ("cross_entropy", "Softmax"): "cross_entropy",
     ("cross_entropy", "Sigmoid"): "bce_with_logits",
     ("bce_with_logits", "Sigmoid"): "bce_with_logits",
     ("bce_with_logits", "Softmax"): "cross_entropy",
     ("nll", "Softmax"): "cross_entropy",
+    ("ctc", "Softmax"): "ctc",
 }
 """(loss, operator whose probabilities it is not for) -> the loss for the operator's input.
 
 Cross-entropy of LogSoftmax is right: logarithms of probabilities are scores that give these.
 """
 _GIVE_SCORES = {"Gemm", "MatMul", "Conv"}
+_NOT_FOR_SCORES = {"binary_cross_entropy": "bce_with_logits", "nll": "cross_entropy", "ctc": "ctc"}
+"""Loss that is not for scores -> the loss for them."""
+_TAKES = {"binary_cross_entropy": "probabilities", "nll": "log-probabilities", "ctc": "log-probabilities"}
 
 
 def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Iterator[str]:
     """Yield a sentence for each loss that reads probabilities instead of scores, or the reverse."""
     for term, value in zip(summands, predictions, strict=True):
         loss = LOSSES.get(term.spec.name)
-        node = value.producer()
+        node, turns = value.producer(), 0
         while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0]:
+            turns += node.op_type == "Transpose"
             node = node.inputs[0].producer()
         if node is None or loss is None or term.custom is not None:
             continue
+        is_ctc, options = loss.name == "ctc", dict(term.spec.options)
+        if is_ctc and options.get("logits"):
+            takes = "logits"
+        else:
+            takes = _TAKES.get(loss.name, "logits")
         instead = _NOT_FOR_PROBABILITIES.get((loss.name, node.op_type))
-        if instead is not None and node.inputs and node.inputs[0] is not None:
-            problem, spec = f"for logits, but `{value.name}` has probabilities", f"{node.inputs[0].name}={instead}"
-        elif loss.name == "binary_cross_entropy" and node.op_type in _GIVE_SCORES:
-            problem, spec = f"for probabilities, but `{value.name}` has logits", "bce_with_logits"
+        scores = node.inputs[0] if node.inputs else None
+        if instead is not None and scores is not None:
+            given = "probabilities"
+            if is_ctc and turns % 2:  # the scores before the Transpose
+                options["batch_first"] = not options.get("batch_first", False)
+            spec = f"{scores.name}={_instead(instead, options)}"
+        elif loss.name in _NOT_FOR_SCORES and takes != "logits" and node.op_type in _GIVE_SCORES:
+            given, spec = "logits", _instead(_NOT_FOR_SCORES[loss.name], options)
         else:
             continue
-        yield f'the loss `{loss.name}` is {problem} ({node.op_type}); use `loss="{spec}"` (`--loss {spec}`)'
+        yield (
+            f"the loss `{loss.name}` is for {takes}, but `{value.name}` has {given} ({node.op_type}); "
+            f'use `loss="{spec}"` (`--loss {spec}`)'
+        )
+
+
+def _instead(name: str, options: Mapping[str, Any]) -> str:
+    kept = {option: value for option, value in options.items() if option in LOSSES[name].options}
+    return str(Spec(name, {**kept, "logits": True} if name == "ctc" else kept))
+
+
+_MAY_BE_NEGATIVE = {"kl_div", "poisson_nll", "gaussian_nll"}
+_ROUNDING = {"mean": -1e-3, "sum": -1.0}
+"""Losses below this, by reduction, are negative beyond rounding."""
+
+
+def is_impossible(summands: Sequence[tuple[str, Mapping[str, Any], float]], value: float) -> str | None:
+    """Return a hint if a loss is negative that cannot be; None if it can.
+
+    Summands are names of losses with their options and scales.
+    """
+    names, least = [], 0.0
+    for name, options, scale in summands:
+        loss = LOSSES.get(name)
+        if loss is None or loss.name in _MAY_BE_NEGATIVE or options.get("target") == "probabilities" or scale < 0:
+            return None
+        least += _ROUNDING.get({**loss.options, **options}["reduction"], -1.0) * scale
+        names.append(loss.name)
+    if not names or value >= least:
+        return None
+    for name in names:
+        if name in _TAKES and name != "binary_cross_entropy":
+            return f"`{name}` takes log-probabilities: for logits, use `--loss {_instead(_NOT_FOR_SCORES[name], {})}`"
+    if {"binary_cross_entropy", "bce_with_logits"} & {*names}:
+        return "give targets from 0 to 1, such as `target / 255` for masks"
+    return "check the weights and targets of the loss for negative numbers"
 
 
 # ---- weights of samples ----------------------------------------------------------------------------------------------

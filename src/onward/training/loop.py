@@ -25,6 +25,8 @@ from onward.errors import (
 )
 from onward.inspect.formatting import quantity
 from onward.recipe.metrics import Measures
+from onward.recipe.objective import is_impossible
+from onward.run_state.reading import read_terms
 from onward.training.callbacks import (
     BestModelCallback,
     Callback,
@@ -233,6 +235,19 @@ class Loop:
         at.losses, at.counted = at.losses + loss * samples, at.counted + samples
         status.batches, status.samples, status.loss, status.metrics = batches, samples, loss, {"loss": loss} | metrics
         self._notify(self._on_step, "step")
+        if loss < 0 and (hint := self._why_impossible(loss)) is not None:
+            raise TrainingError(f"the loss of step {at.step:,} is {loss:.4g}, but cannot be negative", hint=hint)
+
+    def _why_impossible(self, loss: float) -> str | None:
+        """Return a hint if the loss of the recipe cannot be this negative number."""
+        model = self.engine.model
+        if len(model.steps) > 1 or model.step().fact("train.distill") is not None:
+            return None
+        recipe = model.step().fact("train.recipe")
+        if isinstance(recipe, dict) and "sample_weight" in recipe:
+            return None
+        terms = read_terms(model.step())
+        return is_impossible([(term.name, term.options, term.scale) for term in terms], loss)
 
     def _validate(self, interruption: Interruption | None = None) -> dict[str, float]:
         """Return the results on the validation data, if any; on part of it if interrupted."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,12 +19,15 @@ from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.inspect.parameters import exporter_remarks, verdicts
 from onward.model import Model
 from onward.recipe import prepare, replace_head
+from onward.recipe.losses.definitions import LENGTHS
 from onward.recipe.metrics import Labels
+from onward.recipe.objective import with_option
 from onward.recipe.preprocessing.augment import notes_on_moves, shared_axes
 from onward.recipe.preprocessing.join import open_preprocessing
 from onward.recipe.preprocessing.pipeline import TEXT_INPUT, Pipeline, Raw, form_of, pipelines
 from onward.recipe.preprocessing.text import Vocabulary, tokenize, words_of
 from onward.recipe.spec import Spec, arguments, options_of
+from onward.run_state.reading import read_terms
 from onward.runtime.sessions import open_session
 from onward.standard import COMMON_OPSET, IR_VERSION
 from onward.training.data import Binding, Column, Dataset, Stream, format_for, match, open_data, with_classes
@@ -73,6 +78,13 @@ def prepare_training(
     preprocess, opened = with_vocabularies(open_preprocessing(recipe.get("preprocess")), model, data, columns)
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     training = prepare(model, **recipe)
+    if any(term.name == "ctc" and "lengths" not in term.options for term in read_terms(training.step())):
+        opened = open_data(data, window=window) if opened is None else opened
+        if lengths := _lengths_in(opened, training, columns):
+            recipe["loss"] = with_option(recipe["loss"], "ctc", "lengths", lengths)
+            with warnings.catch_warnings(action="ignore"):  # the first call has warned
+                training = prepare(model, **recipe)
+            notes = [*notes, _NOTES_ON_LENGTHS[lengths]]
     notes = [*notes, *exporter_remarks(training, verdicts(training)), *notes_on_moves(training.step())]
     initialize = start_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
@@ -99,6 +111,27 @@ def with_head_of(recipe: Mapping[str, Any], original: Model, seed: int) -> Model
         return original
     head = arguments(replace_head, recipe["new_head"], "new_head")
     return replace_head(original, **{"seed": seed, **head})
+
+
+_NOTES_ON_LENGTHS = {
+    "neither": "the data have no lengths: inputs have their full width, labels end before padding (blank or negative)",
+    "input": "the data have no `target_lengths`: labels end before their padding (blank or negative)",
+    "target": "the data have no `input_lengths`: inputs have their full width",
+}
+
+
+def _lengths_in(data: Dataset | Stream, training: Model, columns: Mapping[str, str | Sequence[str]]) -> str | None:
+    """Return the option `lengths` of a CTC loss for data without some of its lengths; None if they have all."""
+    inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}
+    lengths = [name for names in LENGTHS.values() for name in names]
+    missing = {
+        kind for kind in lengths for name in inputs if name.endswith(kind) and name not in {*data.columns, *columns}
+    }
+    if missing:
+        with contextlib.suppress(DataError):
+            match(data.columns, inputs, columns)
+            return None
+    return {0: None, 1: "target" if "input_lengths" in missing else "input", 2: "neither"}[len(missing)]
 
 
 def _for_batches(model: Model, batch_size: int | None) -> tuple[Model, int, list[str]]:

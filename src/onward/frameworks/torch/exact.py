@@ -389,18 +389,34 @@ class ClassesLast(nn.Module):  # type: ignore[misc]
 
 
 class CTC(nn.CTCLoss):  # type: ignore[misc]
-    """CTC loss of log-probabilities, of logits, or of scores [N, T, C]."""
+    """CTC loss of log-probabilities, of logits, or of scores [N, T, C].
+
+    `lengths` says which lengths follow the targets: "both", "input", "target" or "neither".
+    """
 
     def __init__(
-        self, blank: int, zero_infinity: bool, reduction: str, logits: bool = False, batch_first: bool = False
+        self,
+        blank: int,
+        zero_infinity: bool,
+        reduction: str,
+        logits: bool = False,
+        batch_first: bool = False,
+        lengths: str = "both",
     ) -> None:
         super().__init__(blank, reduction, zero_infinity)
         self.logits = logits
         self.batch_first = batch_first
+        self.lengths = lengths
 
-    def forward(self, log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor) -> Tensor:
+    def forward(self, log_probs: Tensor, targets: Tensor, *lengths: Tensor) -> Tensor:
         scores = log_probs.log_softmax(-1) if self.logits else log_probs
         scores = scores.transpose(0, 1) if self.batch_first else scores
+        given = list(lengths)
+        widths = torch.full(scores.shape[1:2], len(scores), device=scores.device)
+        input_lengths = given.pop(0) if self.lengths in ("both", "input") else widths
+        ends = torch.arange(1, targets.shape[1] + 1, device=targets.device)
+        is_label = (targets >= 0) & (targets != self.blank)
+        target_lengths = given.pop(0) if given else (is_label * ends).amax(1)
         return super().forward(scores, targets, input_lengths, target_lengths)
 
 

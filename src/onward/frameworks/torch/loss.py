@@ -17,6 +17,7 @@ from onward.frameworks.torch.arguments import defaults_of
 from onward.frameworks.torch.exact import OwnLoss, Scaled, SumOfLosses, Watching
 from onward.model import Model
 from onward.recipe.losses import loss as named_loss
+from onward.recipe.losses.definitions import LENGTHS
 from onward.recipe.objective import terms as terms_of
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
@@ -124,7 +125,9 @@ def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
         is_own = term.spec.name == "value"
         loss = OwnLoss(term.output or "") if is_own else _make(term.spec)
         outputs.append(term.output)
-        targets.append(len(inspect.signature(loss.forward).parameters) - 1)
+        lengths = LENGTHS.get(loss.lengths, ()) if isinstance(loss, exact.CTC) else None
+        count = len(inspect.signature(loss.forward).parameters) - 1
+        targets.append(count if lengths is None else 1 + len(lengths))
         loss = loss if term.scale == 1 else Scaled(loss, term.scale)
         losses.append(Watching(term.output, loss) if term.output and term.output in inner and not is_own else loss)
     problems.refuse()
@@ -138,7 +141,7 @@ def _make(spec: Spec) -> nn.Module:
         return next(loss for loss, name in _OURS.items() if name == definition.name)(**options)
     if definition.name == "binary_cross_entropy" and options["clip"]:
         return exact.ClippedBCELoss(options["clip"], _tensor(options["weight"]), options["reduction"])
-    if definition.name == "ctc" and (options["logits"] or options["batch_first"]):
+    if definition.name == "ctc" and (options["logits"] or options["batch_first"] or options["lengths"] != "both"):
         return exact.CTC(**options)
     module = _BY_NAME[definition.name].module
     parameters = inspect.signature(module).parameters

@@ -36,6 +36,7 @@ from onward.inspect import describe
 from onward.model import Model
 from onward.model.core import values
 from onward.recipe import objective
+from onward.recipe.losses.definitions import LENGTHS
 from onward.recipe.spec import Spec
 from onward.recipe.trainable import gradient_edges
 from onward.run_state.reading import LossTerm
@@ -59,7 +60,9 @@ def drawn_targets(
         batch, time = prediction.shape[:2] if is_first else (prediction.shape[1], len(prediction))
         blank, classes = term.options.get("blank", 0), prediction.shape[2]
         labels = (blank + rng.integers(1, classes, (batch, _LABELS_PER_SEQUENCE))) % classes
-        return dict(zip(term.inputs, (labels, np.full(batch, time), np.full(batch, _LABELS_PER_SEQUENCE)), strict=True))
+        given = LENGTHS.get(term.options.get("lengths", "both"), ())
+        lengths = [np.full(batch, time if name == "input_lengths" else _LABELS_PER_SEQUENCE) for name in given]
+        return dict(zip(term.inputs, (labels, *lengths), strict=True))
     axis = term.options.get("axis", 1)
     classes = prediction.shape[axis] if prediction.ndim > 1 else 2
     targets = {}

@@ -177,11 +177,16 @@ def _labels(prediction: ir.Value, *, axis: int, target: str = "indices", **_: An
     return (Target("labels", ir.DataType.INT64, None if dims is None else ir.Shape(dims)),)
 
 
-def _sequences(prediction: ir.Value, *, batch_first: bool, **_: Any) -> tuple[Target, ...]:
+LENGTHS = {"both": ("input_lengths", "target_lengths"), "input": ("input_lengths",), "target": ("target_lengths",)}
+"""Lengths that are inputs, by the option `lengths`."""
+
+
+def _sequences(prediction: ir.Value, *, batch_first: bool, lengths: str, **_: Any) -> tuple[Target, ...]:
     """Return targets for padded label sequences [N, S] and the lengths [N] of inputs and labels."""
+    given = LENGTHS.get(one_of("lengths", lengths, *LENGTHS, "neither"), ())
     dims = _dims(prediction, rank=3, form="[N, T, C]" if batch_first else "[T, N, C]")
     batch = None if dims is None else dims[0 if batch_first else 1]
-    shapes = {"labels": [batch, None], "input_lengths": [batch], "target_lengths": [batch]}
+    shapes = {"labels": [batch, None], **{name: [batch] for name in given}}
     return tuple(Target(name, ir.DataType.INT64, ir.Shape(shape)) for name, shape in shapes.items())
 
 
@@ -297,20 +302,21 @@ def ctc(
     op: Builder,
     log_probabilities: Expr,
     labels: Expr,
-    input_lengths: Expr,
-    target_lengths: Expr,
-    *,
+    *given_lengths: Expr,
     blank: int = 0,
     zero_infinity: bool = False,
     logits: bool = False,
     batch_first: bool = False,
+    lengths: str = "both",
     reduction: str = "mean",
 ) -> Expr:
     """Connectionist temporal classification of log-probabilities [T, N, C] and labels [N, S].
 
     With `logits` the prediction is normalized first; with `batch_first` it is [N, T, C]. Labels too
     long for the input cost inf, or 0 with `zero_infinity`. The mean divides each loss by the length
-    of its labels first.
+    of its labels first. `lengths` says which lengths are inputs: "both", "input", "target" or
+    "neither". Without them, an input has its full width, and labels end before their padding, which
+    is `blank` or negative.
     """
     if log_probabilities.dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
         log_probabilities = op.Cast(log_probabilities, to=ir.DataType.FLOAT)  # sums over time need the range
@@ -318,7 +324,17 @@ def ctc(
         log_probabilities = op.LogSoftmax(log_probabilities, axis=-1)
     if batch_first:
         log_probabilities = op.Transpose(log_probabilities, perm=[1, 0, 2])
-    inputs = log_probabilities, labels, input_lengths, target_lengths
+    names = LENGTHS.get(one_of("lengths", lengths, *LENGTHS, "neither"), ())
+    by_name = dict(zip(names, given_lengths, strict=True))
+    if "input_lengths" not in by_name:
+        time, batch = (op.Shape(log_probabilities, start=i, end=i + 1) for i in (0, 1))
+        by_name["input_lengths"] = op.Expand(time, batch)
+    if "target_lengths" not in by_name:
+        ends = op.Range(1, op.Squeeze(op.Shape(labels, start=1)) + 1, 1)
+        is_label = op.And(op.GreaterOrEqual(labels, 0), op.Not(op.Equal(labels, blank)))
+        by_name["target_lengths"] = op.ReduceMax(op.Where(is_label, ends, 0), [1], keepdims=0)
+    target_lengths = by_name["target_lengths"]
+    inputs = log_probabilities, labels, by_name["input_lengths"], target_lengths
     loss = op.call(ConnectionistTemporalClassification, *inputs, blank=blank)
     if zero_infinity:
         loss = op.Where(op.IsInf(loss), 0, loss)
