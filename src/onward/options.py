@@ -472,6 +472,9 @@ class TrainConfig(Fields, ValidationOptions, FeedOptions):
     checkpoint: str | os.PathLike[str] | None = _run(
         None, "CHECKPOINT", "checkpoint of another framework to start from, of the same model", formerly="--from"
     )
+    weights: str | os.PathLike[str] | None = _run(
+        None, "CHECKPOINT", "checkpoint or file of weights that a new run starts with"
+    )
     names: Mapping[str, str] | Sequence[str] | None = _run(
         None,
         "FILE",

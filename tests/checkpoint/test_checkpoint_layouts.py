@@ -152,3 +152,28 @@ def test_blocks_of_the_same_shapes_are_not_guessed(like: onward.Model, tmp_path:
     with pytest.raises(UnsupportedError) as refusal:
         onward.from_checkpoint(tmp_path / "ckpt.pt", like, loss="cross_entropy:axis=-1")
     assert "`--freeze PATTERN`" in (refusal.value.hint or "")
+
+
+@pytest.mark.parametrize("form", ["state dict", "half precision", "training checkpoint"])
+def test_weights_alone_start_a_run(form: str, like: onward.Model, tmp_path: Path) -> None:
+    module, path = Language(), tmp_path / "weights.pt"
+    torch.manual_seed(1)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter.requires_grad_(False), std=0.1)
+    module.load_state_dict({name: tensor.half().float() for name, tensor in module.state_dict().items()})
+    state = module.state_dict()
+    state = {name: tensor.half() for name, tensor in state.items()} if form == "half precision" else state
+    torch.save({"model": state, "best_loss": 1.5} if form == "training checkpoint" else state, path)
+    tokens, labels = batches(3)[0]
+    data = {"tokens": tokens.numpy(), "labels": labels.numpy()}
+    run = onward.train(
+        like, data, loss="cross_entropy:axis=-1", weights=path, run=tmp_path / "run", batch_size=4, quiet=True
+    )
+    expected = F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
+    np.testing.assert_allclose(next(row["loss"] for row in run.read_log() if "loss" in row), float(expected), rtol=1e-6)
+
+
+def test_weights_of_another_model_are_refused(like: onward.Model, tmp_path: Path) -> None:
+    torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "other.pt")
+    with pytest.raises(UnsupportedError, match="cannot be carried over: `weight` is"):
+        onward.train(like, {}, loss="cross_entropy:axis=-1", weights=tmp_path / "other.pt")

@@ -143,7 +143,7 @@ def _unwrap_name(name: str) -> str:
 
 
 def _prefixes(theirs: set[str], ours: set[str], weights: set[str]) -> tuple[str, str]:
-    """Return the change of a prefix that matches most weights; ("", "") if none is better."""
+    """Return the change of a prefix that matches most weights; ("", "") if it matches less than half."""
 
     def matched_weights(change: tuple[str, str]) -> int:
         old, new = change
@@ -151,7 +151,8 @@ def _prefixes(theirs: set[str], ours: set[str], weights: set[str]) -> tuple[str,
         return len(changed & weights)
 
     changes = [(old, new) for old in _beginnings(theirs) for new in _beginnings(ours) if old != new or not old]
-    return max(sorted(changes, key=lambda change: len(change[0]) + len(change[1])), key=matched_weights)
+    best = max(sorted(changes, key=lambda change: len(change[0]) + len(change[1])), key=matched_weights)
+    return best if 2 * matched_weights(best) >= min(len(theirs), len(weights)) else ("", "")
 
 
 def _beginnings(names: Iterable[str]) -> list[str]:

@@ -116,6 +116,9 @@ def prepare(
             "options and defaults and exit.",
         ),
     ] = None,
+    weights: Annotated[
+        Path | None, option("--weights", "CHECKPOINT", "Checkpoint or file of weights that replace those of the model.")
+    ] = None,
     config: Annotated[
         Path | None, option("--config", "FILE", "Configuration file with a recipe, as for `train`.")
     ] = None,
@@ -148,13 +151,22 @@ def prepare(
     import onward
 
     with working(f"preparing {model}", model):
-        training = onward.prepare(str(model), **recipe)
+        training = onward.prepare(str(model) if weights is None else _with_weights(model, weights), **recipe)
     destination.save(training)
     summary = onward.describe(training)
     if as_json:
         print_json({"output": str(destination.path), "model": summary.to_json()})
     else:
         _print_prepared(summary, destination)
+
+
+def _with_weights(model: Path, weights: Path) -> Model:
+    from onward.importing import with_weights
+
+    loaded, rules = with_weights(model, weights)
+    for rule in rules:
+        remark(rule)
+    return loaded
 
 
 def _print_prepared(summary: Summary, output: OutputFile) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.checkpoint.embedded import embed
@@ -37,7 +38,7 @@ from onward.recipe.exporter_notes import restore
 from onward.recipe.spec import Spec, parse
 from onward.run_state.problems import Problems
 from onward.run_state.state import ParameterGroup, RunState
-from onward.run_state.tensors import Tensor, as_initializer
+from onward.run_state.tensors import Tensor, as_initializer, as_tensor
 from onward.run_state.training_models import from_training_model, to_training_model
 from onward.transform.training import without_steps
 
@@ -101,6 +102,39 @@ def plan_import(
         model = model.copy()
         restore(model, unfold=True)
     return plan(checkpoint, Captured(model, None), arguments)
+
+
+def with_weights(
+    model: Model | str | os.PathLike[str], path: str | os.PathLike[str], names: Any = None
+) -> tuple[Model, list[str]]:
+    """Return an inference model with the weights of a checkpoint or file, and the rules that matched their names."""
+    model, checkpoint = load(model).copy(), open_checkpoint(path)
+    if model.steps:
+        raise ArgumentError("the model already carries its training", hint="strip it first: `onward strip`")
+    refuse_pickled_module(checkpoint)
+    restore(model, unfold=True)
+    matched = match(checkpoint.tensors, model, names if isinstance(names, Mapping) else None, checkpoint.tied)
+    refuse_unmatched(checkpoint, matched, set())
+    for theirs, ours in matched.names.items():
+        value, tensor = model.graph.initializers[ours], matched.orient(theirs, checkpoint.tensors[theirs])
+        assert value.const_value is not None
+        dtype = value.const_value.dtype.numpy()
+        if tensor.dtype != dtype:
+            tensor = as_tensor(_widen(ours, tensor, dtype))
+        value.const_value = as_initializer(tensor, ours, value.const_value.metadata_props)
+    return model, [f"weights of {len(matched.names)} tensors are from {checkpoint.path}", *matched.rules]
+
+
+def _widen(name: str, tensor: Tensor, dtype: np.dtype) -> np.ndarray:
+    """Return the values in another type, if it holds all of them exactly."""
+    array = tensor.array()
+    widened = array.astype(dtype)
+    if not np.array_equal(widened.astype(array.dtype), array, equal_nan=True):
+        raise UnsupportedError(
+            f"`{name}` is {tensor.dtype}, which {dtype} cannot hold exactly",
+            hint=f"export the model in {tensor.dtype}",
+        )
+    return widened
 
 
 class TrainingModelWriter:

@@ -148,7 +148,7 @@ def run_groups(
     if not checkpoint.optimizers:
         raise UnsupportedError(
             f"`{checkpoint.path}` has no optimizer state, so that no run can continue",
-            hint="start a new run with its weights: `onward.prepare`",
+            hint="start a new run with its weights: `onward train --weights CHECKPOINT`",
         )
     groups = []
     for optimizer in checkpoint.optimizers:

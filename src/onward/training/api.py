@@ -50,7 +50,7 @@ from onward.transform.training import strip
 __all__ = ["find_lr", "resume", "train"]
 
 _CHECKPOINT_OPTIONS = ("names", "updates", "updates_per_epoch")
-"""Options of a run that have an effect with checkpoints only."""
+"""Options of a run that have an effect with checkpoints only; `names` also with weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -317,11 +317,14 @@ _NO_RATE = 1e-3
 def _load_model(config: Config) -> tuple[Model, list[str]]:
     """Return the model, or the training model of a checkpoint, and notes about its import."""
     if config.checkpoint is None:
-        if useless := [name for name in _CHECKPOINT_OPTIONS if getattr(config, name) is not None]:
+        unused = _CHECKPOINT_OPTIONS[1:] if config.weights is not None else _CHECKPOINT_OPTIONS
+        if useless := [name for name in unused if getattr(config, name) is not None]:
             raise RecipeError(
                 f"`{useless[0]}` has no effect without a checkpoint", hint="add one: `--checkpoint CHECKPOINT`"
             )
-        return load(config.model), []
+        return (load(config.model), []) if config.weights is None else _load_weights(config)
+    if config.weights is not None:
+        raise RecipeError("both `checkpoint` and `weights` are given", hint="omit one of them")
     accepted = {field.name for field in dataclasses.fields(MissingOptions)}
     useless = [name for name in config.recipe if name not in accepted] + ["reset"] * config.reset
     if useless:
@@ -333,6 +336,13 @@ def _load_model(config: Config) -> tuple[Model, list[str]]:
     counts = {name: getattr(config, name) for name in _CHECKPOINT_OPTIONS}
     planned = plan_import(config.checkpoint, config.model, **counts, **config.recipe)
     return apply_plan(planned), [*planned.match.rules, *planned.notes]
+
+
+def _load_weights(config: Config) -> tuple[Model, list[str]]:
+    from onward.importing import with_weights
+
+    assert config.weights is not None
+    return with_weights(config.model, config.weights, config.names)
 
 
 def _check_fold(config: Config) -> None:

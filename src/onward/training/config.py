@@ -194,7 +194,7 @@ class Config(TrainConfig, ModelAndData):
     def to_json(self) -> dict[str, Any]:
         """Return the part that files can hold. Paths become absolute, to resume from any folder."""
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "recipe"}
-        paths = {name: _to_stored(own[name]) for name in ("model", "checkpoint", *_SOURCES)}
+        paths = {name: _to_stored(own[name]) for name in ("model", "checkpoint", "weights", *_SOURCES)}
         plain = {name: _plain(value, name) for name, value in {**own, **self.recipe}.items() if name not in paths}
         return {**paths, **plain}
 
