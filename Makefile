@@ -38,7 +38,7 @@ test: $(VENV)/.frameworks check ## run the checks and all tests but the slow one
 	$(PYTEST) -m "not slow" --ignore tests/test_layers.py  # `check` has run it
 
 # `make test-all SHARD=1/6` to `SHARD=6/6`: each takes less than an hour on two cores.
-test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(ORT_VENV)/.installed $(NEMO_VENV)/.installed check ## run the checks and all tests, with new random examples in property tests
+test-all: $(VENV)/.frameworks $(VENV)/.checkpoints $(VENV)/.zoo $(ORT_VENV)/.installed $(NEMO_VENV)/.installed check ## run the checks and all tests, with new random examples in property tests
 	ONWARD_ORT_TRAINING_PYTHON=$(CURDIR)/$(ORT_VENV)/bin/python ONWARD_NEMO_PYTHON=$(CURDIR)/$(NEMO_VENV)/bin/python \
 		$(PYTEST) --hypothesis-profile=search $(if $(SHARD),--shard $(SHARD))
 
@@ -107,6 +107,11 @@ $(VENV)/.frameworks: $(VENV)/.torch $(VENV)/.core
 # replaces onnxruntime, the latter needs an older Lightning.
 $(VENV)/.checkpoints: requirements/checkpoints.txt $(VENV)/.frameworks
 	$(PIP) --no-deps --no-build-isolation -r requirements/checkpoints.txt
+	@touch $@
+
+# Libraries of models, for the slow tests of tests/zoo.
+$(VENV)/.zoo: requirements/zoo.txt $(VENV)/.frameworks
+	$(PIP) --no-deps -r requirements/zoo.txt
 	@touch $@
 
 $(ORT_VENV)/.installed: | $(BIN)/python

@@ -163,8 +163,8 @@ def _conformity() -> Any:
     return _from_tests("conformity")
 
 
-def _from_tests(name: str) -> Any:
-    sys.path.insert(0, str(HERE.parent / "tests" / "support"))
+def _from_tests(name: str, folder: str = "support") -> Any:
+    sys.path.insert(0, str(HERE.parent / "tests" / folder))
     return importlib.import_module(name)
 
 
@@ -252,6 +252,16 @@ def schedules_read() -> str:
 
 def schedules_made() -> str:
     return _made("schedules")
+
+
+def models() -> str:
+    """Return how many models of each family are exact on each route."""
+    zoo = _from_tests("zoo", "zoo")
+    return rows("|".join(["from", "family", "models", *zoo.ROUTES.values()]), zoo.counts())
+
+
+def models_refused() -> str:
+    return rows("model|to|reason", _from_tests("zoo", "zoo").refusals())
 
 
 RECORDED = {
@@ -384,6 +394,8 @@ TABLES = {
         losses_made,
         schedules_read,
         schedules_made,
+        models,
+        models_refused,
         checkpoints,
         clauses,
         questions,
