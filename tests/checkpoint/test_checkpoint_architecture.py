@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_runs import close, data, net, steps, steps_of_onward
+from commands import run
 from marks import needs
 from paths import CHECKPOINTS
 
@@ -53,6 +54,21 @@ def test_a_folder_of_the_trainer_alone(tmp_path: Path) -> None:
         found = engine.evaluate({name: tensor.numpy() for name, tensor in batch.items()})
     np.testing.assert_allclose(found["logits"], expected.logits.numpy(), atol=1e-6)
     np.testing.assert_allclose(found["loss"], expected.loss.numpy(), rtol=1e-6)
+
+
+@needs("transformers")
+def test_a_folder_of_the_trainer_becomes_another_format(tmp_path: Path) -> None:
+    """The configuration gives the order in which its optimizer numbers parameters."""
+    import transformers
+
+    run("convert", str(CHECKPOINTS / "trainer"), "--to", "dcp", "-o", str(tmp_path / "dcp"))
+    module = transformers.BertForSequenceClassification.from_pretrained(CHECKPOINTS / "trainer")
+    decayed = transformers.Trainer.get_decay_parameter_names(None, module)
+    names = sorted(dict(module.named_parameters()), key=lambda name: name not in decayed)  # stable
+    stored = torch.load(CHECKPOINTS / "trainer" / "optimizer.pt", weights_only=True)["state"]
+    (optimizer,) = onward.open_checkpoint(tmp_path / "dcp").optimizers
+    for number, name in enumerate(names):
+        np.testing.assert_array_equal(optimizer.slots[name]["exp_avg"].array(), stored[number]["exp_avg"])
 
 
 @needs("transformers", "onnxscript")

@@ -345,7 +345,7 @@ def with_own_names(checkpoint: Checkpoint) -> Checkpoint:
     if not checkpoint.keeps_order:
         raise UnsupportedError(
             f"`{checkpoint.path}` stores no parameter names, and its tensors are in another order",
-            hint="make a training model of it first: `onward convert ... --like model.onnx`",
+            hint="give the model of the checkpoint: `onward convert ... --like model.onnx`",
         )
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     orders = {"the order of the state dict": [[name for name in shapes if not name.endswith(_BUFFERS)]]}

@@ -102,9 +102,9 @@ def convert(
     flags = [f"--{name.replace('_', '-')}" for name, v in {**settings, "inputs": inputs}.items() if v is not None]
     flags += ["--no-probe"] * no_probe + ["--dry-run"] * dry_run
     if to is not None:
-        if like is not None or flags:
+        if flags or (like is not None and source.suffix == ".onnx"):  # a program, too, takes none
             raise Misuse(f"`{'--like' if like else flags[0]}` has no effect with `--to`", "leave one of them out")
-        written = _convert_to(source, to, output, force, program)
+        written = _convert_to(source, to, output, force, program, like)
     elif program is not None:
         flag = "--program" if program else "--only-state"
         raise Misuse(f"`{flag}` needs `--to`", f"onward convert {source} --to torch {flag}")
@@ -122,7 +122,9 @@ def convert(
 # ---- export----------------------------------------------------------------------------------------------------------
 
 
-def _convert_to(source: Path, to: str, output: Path | None, force: bool, program: bool | None) -> list[Path]:
+def _convert_to(
+    source: Path, to: str, output: Path | None, force: bool, program: bool | None, like: Path | None
+) -> list[Path]:
     from onward.checkpoint.formats import writable
     from onward.frameworks.run_files import FRAMEWORKS
 
@@ -143,7 +145,7 @@ def _convert_to(source: Path, to: str, output: Path | None, force: bool, program
         return _program(source, framework, output, force)
     if to not in writable():
         raise Misuse(f"`{to}` is not a checkpoint format", f"use one of {', '.join(writable())}")
-    return [_checkpoint(source, to, output, force)]
+    return [_checkpoint(source, to, output, force, like)]
 
 
 def _refuse_other_files_of_a_run(source: Path, to: str) -> None:
@@ -193,9 +195,10 @@ def _program(source: Path, framework: Framework, output: Path | None, force: boo
     return written
 
 
-def _checkpoint(source: Path, to: str, output: Path | None, force: bool) -> Path:
+def _checkpoint(source: Path, to: str, output: Path | None, force: bool, like: Path | None) -> Path:
     from onward.checkpoint.exporting import to_checkpoint
     from onward.checkpoint.formats import writable
+    from onward.importing import with_parameter_names
     from onward.model.storage.files import listing
 
     stem = source.name if source.is_dir() else source.stem
@@ -211,8 +214,11 @@ def _checkpoint(source: Path, to: str, output: Path | None, force: bool) -> Path
         )
     if not force and not (format.is_folder and path.is_dir()):
         refuse_to_overwrite(path, source)
+    is_named = source.suffix == ".onnx" or not format.needs_names
+    if is_named and like is not None:
+        raise Misuse("`--like` has no effect with `--to`", "leave one of them out")
     with writing(f"writing {path}", *([source] if source.suffix == ".onnx" else [])):
-        to_checkpoint(source, path, format=to)
+        to_checkpoint(source if is_named else with_parameter_names(source, like), path, format=to)
     remark(f"wrote {path}")
     return path
 

@@ -15,11 +15,11 @@ import onnx_ir as ir
 from onward.checkpoint.embedded import embed
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import open_checkpoint
-from onward.checkpoint.name_matching import Match, match
+from onward.checkpoint.name_matching import Match, match, with_names, with_own_names
 from onward.checkpoint.pytorch.contents import refuse_pickled_module
 from onward.checkpoint.summary import plain, settings
 from onward.errors import ArgumentError, UnsupportedError, first_line, list_names, warn
-from onward.importing.capture import capture_model
+from onward.importing.capture import capture_model, orders_of_configuration
 from onward.importing.groups import own_constants, refuse_unmatched, run_groups, with_optimizer_names, with_slot_names
 from onward.importing.recipes import (
     averages_of,
@@ -135,6 +135,27 @@ def _widen(name: str, tensor: Tensor, dtype: np.dtype) -> np.ndarray:
             hint=f"export the model in {tensor.dtype}",
         )
     return widened
+
+
+def with_parameter_names(path: Path, like: Path | None) -> Checkpoint:
+    """Return a checkpoint whose optimizers know their parameters by name.
+
+    Their order comes from the model `like`, or from the configuration of the checkpoint.
+    """
+    checkpoint = open_checkpoint(path)
+    if checkpoint.has_names:
+        return checkpoint
+    if like is not None:
+        source = load(like)
+        model, base = without_steps(source), from_training_model(source) if source.steps else None
+        if base is None:
+            restore(model, unfold=True)
+        matched = match(checkpoint.tensors, model, None, checkpoint.tied)
+        return with_optimizer_names(checkpoint, matched, model, base, {}, MissingOptions())[0]
+    orders = orders_of_configuration(checkpoint)
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    optimizers = [with_names(optimizer, orders, shapes)[0] for optimizer in checkpoint.optimizers] if orders else ()
+    return dataclasses.replace(checkpoint, optimizers=tuple(optimizers)) if orders else with_own_names(checkpoint)
 
 
 class TrainingModelWriter:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onward.checkpoint.format import Captured, Checkpoint
+from onward.checkpoint.format import Captured, Checkpoint, Order
 from onward.checkpoint.formats import FORMATS, keras
 from onward.checkpoint.name_matching import TRAINER
 from onward.checkpoint.pytorch.pickle_objects import Object
@@ -81,6 +81,16 @@ def _of_configuration(checkpoint: Checkpoint, example_inputs: Any, loss: Any) ->
 
         architecture = from_configuration(checkpoint.configuration, types, example_inputs, **options)
     return _capture_module(architecture, checkpoint)
+
+
+def orders_of_configuration(checkpoint: Checkpoint) -> Mapping[str, Order]:
+    """Return the possible parameter orders of an optimizer, if a checkpoint has a configuration of transformers."""
+    if not checkpoint.configuration.get("architectures"):
+        return {}
+    _refuse_configuration(checkpoint.configuration, checkpoint)
+    with _name_missing_packages():
+        from onward.frameworks.torch.architecture import orders_of
+    return orders_of(checkpoint.configuration)
 
 
 def _refuse_configuration(settings: Mapping[str, Any], checkpoint: Checkpoint) -> None:

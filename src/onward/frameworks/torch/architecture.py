@@ -204,6 +204,9 @@ Order = tuple[tuple[str, ...], ...]
 LOSS = "loss"
 
 
+_BY_TRAINER = "the model, as the Trainer groups its parameters"
+
+
 class Architecture(NamedTuple):
     model: Model
     loss: str | None
@@ -216,6 +219,18 @@ class Architecture(NamedTuple):
     """Name in the graph -> name in files, where they differ."""
     probe: Callable[[Model, Any], None] | None = None
     """Function that compares the model, with any weights, under a loss with the module."""
+
+
+def orders_of(configuration: Mapping[str, Any]) -> dict[str, Order]:
+    """Return the possible parameter orders of an optimizer of a configured model, with names as in its files."""
+    module = _make_module(_class_of(configuration), configuration)
+    stored = _stored_names(module)
+    names = tuple(name for name, parameter in module.named_parameters() if parameter.requires_grad)
+    orders: dict[str, Order] = {_BY_TRAINER: decay_groups(module), "the model": (names,)}
+    return {
+        origin: tuple(tuple(stored.get(name, name) for name in group) for group in order)
+        for origin, order in orders.items()
+    }
 
 
 def from_configuration(
@@ -245,7 +260,7 @@ def _of_transformers(module: nn.Module, inputs: Any, computes_loss: bool, in_tra
     else:
         is_text = {name: tensor.ndim == 2 and not tensor.is_floating_point() for name, tensor in inputs.items()}
         axes = {name: dict(enumerate(_TEXT if is_text[name] else _TEXT[:1])) for name in inputs}
-    orders = {"the model, as the Trainer groups its parameters": decay_groups(module)}
+    orders = {_BY_TRAINER: decay_groups(module)}
     stored = {theirs: ours for ours, theirs in _stored_names(module).items() if ours != theirs}
     if in_trainer:
         _count_labels(module)
