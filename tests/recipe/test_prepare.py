@@ -635,17 +635,93 @@ net (float[N,2] x, bool c) => (float[N,2] y) <float[2,2] w0 = {1,0,0,1}> {
 }"""
 
 
-def test_weights_in_bodies_are_trained_if_they_are_named():
+@pytest.mark.parametrize("condition", [True, False])
+def test_weights_in_bodies_are_trained_and_stored_there_again(condition, tmp_path):
     model = onnx.parser.parse_model(IN_BODIES)
-    assert onward.prepare(model, loss="mse").steps[0].differentiated() == ["w0"]
-    assert "2 tensors in bodies" in onward.describe(model).remarks[0]
-    named = onward.prepare(model, loss="mse", optimizer="sgd:lr=0.1", trainable="w")
-    assert sorted(named.steps[0].differentiated()) == ["w", "w_1"] and not onward.check(named)
-    batch = {"x": np.ones((1, 2), np.float32), "target": np.zeros((1, 2), np.float32)}
-    for condition in (True, False):
-        fed = {"x": batch["x"], "c": np.array(condition)}
-        (before,) = ReferenceEvaluator(model).run(None, fed)
-        with onward.engines.start(named) as engine:
-            engine.step({**batch, "c": fed["c"]})
-            (after,) = ReferenceEvaluator(onward.transform.strip(engine.updated()).to_proto()).run(None, fed)
-        np.testing.assert_allclose(after, before - 2 * 0.1 * before, rtol=1e-5)  # by the mean of two squares
+    training = onward.prepare(model, loss="mse")
+    names = ["w0", "y/then_branch/w", "y/else_branch/w"]
+    assert training.steps[0].differentiated() == names and not onward.check(training)
+    assert {w.name for w in onward.describe(model).weights if w.role == "trainable"} == set(names)
+    frozen = onward.prepare(model, loss="mse", freeze=["*else*", "w0"])
+    assert frozen.steps[0].differentiated() == [names[1]]
+    assert [len(b.initializers) for b in (*frozen.graph.subgraphs(),) if b.name == "b"] == [0]  # in its node
+    data = {"x": np.ones((4, 2), np.float32), "c": np.full(4, condition), "target": np.zeros((4, 2), np.float32)}
+    fed = {"x": data["x"][:1], "c": np.array(condition)}
+    (before,) = ReferenceEvaluator(model).run(None, fed)
+    trained = onward.prepare(model, loss="mse", optimizer="sgd:lr=0.1", freeze="w0")
+    with onward.engines.start(trained) as engine:
+        engine.step({**data, "c": fed["c"]})
+        stripped = onward.transform.strip(engine.updated())
+    again = stripped.to_proto()
+    (after,) = ReferenceEvaluator(again).run(None, fed)
+    np.testing.assert_allclose(after, before - 2 * 0.1 * before, rtol=1e-5)  # by the mean of two squares
+    bodies = [{a.name: a.g for a in p.graph.node[1].attribute} for p in (model, again)]
+    for name in ("then_branch", "else_branch"):
+        old, new = (body[name] for body in bodies)
+        assert [t.name for t in new.initializer] == [t.name for t in old.initializer]
+        assert [n.op_type for n in new.node] == [n.op_type for n in old.node] and not again.graph.initializer[1:]
+
+
+EQUAL_BRANCHES = """<ir_version: 10, opset_import: ["": 21]>
+net (float[N,2] x, bool c) => (float[N,2] y) {
+    y = If (c) <
+        then_branch = a () => (float[N,2] ya) <float[2,2] w = {1,2,3,4}, float[2] b0 = {0,0}> { ya = Gemm(x, w, b0) },
+        else_branch = b () => (float[N,2] yb) <float[2,2] v = {1,2,3,4}, float[2] b1 = {0,0}> {
+            s = Gemm(x, v, b1)
+            yb = Relu(s)
+        }
+    >
+}"""
+
+
+def test_equal_weights_of_two_branches_are_one():
+    training = onward.prepare(onnx.parser.parse_model(EQUAL_BRANCHES), loss="mse", optimizer="sgd")
+    assert training.steps[0].differentiated() == ["w", "b0"]
+    with onward.engines.start(training) as engine:
+        engine.step({"x": np.ones((1, 2), np.float32), "c": np.array(True), "target": np.zeros((1, 2), np.float32)})
+        stripped = onward.transform.strip(engine.updated())
+    w, v, b0, b1 = (next(t for g in stripped.graph.subgraphs() for n, t in g.initializers.items() if n == name)
+                    for name in ("w", "v", "b0", "b1"))  # fmt: skip
+    np.testing.assert_array_equal(w.const_value.numpy(), v.const_value.numpy())
+    np.testing.assert_array_equal(b0.const_value.numpy(), b1.const_value.numpy())
+    assert b1.const_value.numpy().all()
+
+
+IN_LOOP = """<ir_version: 10, opset_import: ["": 21]>
+net (float[N,2] x) => (float[N,2] y) {
+    three = Constant<value = int64 {3}>()
+    y = Loop (three, , x) <body = cell (int64 i, bool go, float[N,2] h) => (bool more, float[N,2] after)
+        <float[2,2] w = {0.5, -0.25, 1, 0.75}> {
+            more = Identity(go)
+            bias = Constant<value_floats = [0.1, -0.2]>()
+            after = Gemm(h, w, bias)
+        }>
+}"""
+
+
+@needs("torch")
+@pytest.mark.parametrize("lora", [None, "rank=1,targets=w"])
+def test_weights_of_a_loop_are_trained_like_those_of_pytorch(lora, tmp_path):
+    import torch
+
+    model = onnx.parser.parse_model(IN_LOOP)
+    rng = np.random.default_rng(0)
+    data = {"x": rng.normal(size=(4, 2)).astype(np.float32), "target": rng.normal(size=(4, 2)).astype(np.float32)}
+    settings = {"loss": "mse", "optimizer": "sgd:lr=0.1", "epochs": 2, "batch_size": 4, "quiet": True, "lora": lora}
+    best = onward.train(model, data, run=tmp_path / "run", **settings).load_best()
+    (body,) = best.graph.subgraphs()
+    assert [n.op_type for n in body] == ["Identity", "Constant", "Gemm"] and not best.graph.initializers
+    trained = body.initializers["w"].const_value.numpy()
+    w, b = torch.tensor([[0.5, -0.25], [1, 0.75]], requires_grad=True), torch.tensor([0.1, -0.2], requires_grad=True)
+    if lora is not None:
+        assert np.linalg.matrix_rank(trained - w.detach().numpy()) == 1
+        return
+    optimizer = torch.optim.SGD([w, b], 0.1)
+    for _ in range(2):
+        h = torch.tensor(data["x"])
+        for _ in range(3):
+            h = h @ w + b
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(h, torch.tensor(data["target"])).backward()
+        optimizer.step()
+    np.testing.assert_allclose(trained, w.detach().numpy(), rtol=1e-5)

@@ -41,6 +41,7 @@ def without_inner_shapes(proto):
 
 NEED_SHAPES = {
     "tangled": "its counters have one element",
+    "unknown rank": "ONNX Runtime's Scan wants the shapes of its outputs",
     "Loop in Scan": "ONNX Runtime's Scan wants the shapes of its outputs, and a Loop in it gives none",
 }
 

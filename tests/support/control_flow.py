@@ -13,7 +13,7 @@ def parsed(text, **domains):
 
 
 def f32(*shape, seed=0):
-    return (np.random.default_rng(seed).standard_normal(shape) * 0.7).astype(np.float32)
+    return np.asarray(np.random.default_rng(seed).standard_normal(shape) * 0.7, np.float32)
 
 
 IF = parsed("""
@@ -168,6 +168,39 @@ g (int64 n, float[4,3] xs, float[3] s0, float[3] w) => (float[3] s, float[4,3] y
   }> (s0, xs)
 }""")
 
+# `out` starts as a number that the body does not read, and the matrix `v` stays what it is.
+PLACEHOLDER = parsed("""
+g (int64 n, float[2,3] x, float[3,3] w, float p) => (float[k] y) {
+  h, out, f = Loop <body = b (int64 i, bool c, float[2,3] h, float o, float[3,3] v) => (
+      bool go, float[2,3] after, float[2,3] result, float[3,3] same) {
+    m = MatMul(h, v)
+    after = Tanh(m)
+    result = Exp(after)
+    same = Identity(v)
+    go = Identity(c)
+  }> (n, , x, p, w)
+  all = Constant <value = int64[1] {-1}> ()
+  flat = Reshape(out, all)
+  s = ReduceSum <keepdims = 0> (h)
+  y = Add(flat, s)
+}""")
+
+# The rank of `c` is not known.
+UNKNOWN_RANK = parsed("""
+g (float[4,2] x, float[6] k, int64[r] shape) => (float[4,2] y) <float[2] w = {1, 2}, float[2] h0 = {0, 0},
+    int32[1] one = {1}, int32[1] two = {2}, int32[1] zero = {0}> {
+  c = Reshape(k, shape)
+  h, y = Scan <num_scan_inputs = 1, body = b (float[2] h, float[2] item) => (float[2] after, float[2] out) {
+    part = Slice(c, one, two, zero)
+    s = ReduceSum <keepdims = 0> (part)
+    sum = Add(h, item)
+    scaled = Mul(sum, w)
+    all = Mul(scaled, s)
+    after = Tanh(all)
+    out = Identity(after)
+  }> (h0, x)
+}""")
+
 SEQUENCE = {"x": f32(5, 2, 3), "h0": f32(2, 4, seed=1), "w": f32(3, 4, seed=2), "r": f32(4, 4, seed=3)}
 CELLS = {
     "forward": ("", "5,2,3", "5,2,4", (5, 2, 3)),
@@ -197,6 +230,11 @@ CASES = {
     "scan outputs": (SCAN_OUTPUTS, {"n": np.array(4), "x": f32(3), "w": f32(3, seed=1)}),
     "function": (FUNCTION, {"c": np.array(True), "x": f32(2, 3), "w": f32(3, seed=1)}),
     "unread output": (unread_output(), {"n": np.array(3), "x": f32(2, 3), "w": f32(3, seed=1)}),
+    **{
+        f"placeholder {n}": (PLACEHOLDER, {"n": np.array(n), "x": f32(2, 3), "w": f32(3, 3, seed=1), "p": f32(seed=2)})
+        for n in (0, 3)
+    },
+    "unknown rank": (UNKNOWN_RANK, {"x": f32(4, 2), "k": f32(6, seed=1), "shape": np.array([3, 2])}),
     "tangled": (TANGLED, {"n": np.array([3]), "x": f32(3)}),
     "If in Loop": (IF_IN_LOOP, {"n": np.array(3), "x": f32(3), "w": f32(3, seed=1)}),
     "Loop in Scan": (LOOP_IN_SCAN, {"n": np.array(2), "xs": f32(4, 3), "s0": f32(3, seed=1), "w": f32(3, seed=2)}),

@@ -27,6 +27,7 @@ from onward.model.walk import ancestors, between, read_by
 from onward.recipe.trainable import gradient_edges, judge
 from onward.rules.registry import has_gradient
 from onward.standard import OLDEST_OPSET
+from onward.transform.bodies import lift_from_bodies
 from onward.transform.context import Context
 from onward.transform.extract import extract
 from onward.transform.float_type import FLOATS
@@ -109,6 +110,7 @@ def subject(source: Source, y: str | None, xs: Sequence[str] | None, step: int) 
     else:
         model = model.copy()
     model = of_one_opset(model, OLDEST_OPSET)
+    lift_from_bodies(model)
     link_gradients(model.graph)
     by_name = {value.name: value for value in values(model.graph) if value.name}
     fill_in_types(model, by_name.values())

@@ -177,14 +177,21 @@ class OnnxRuntime(Engine):
             widen(model, ir.DataType.BFLOAT16)
         model = for_onnxruntime(model)
         optimize = not _has_many_small_nodes(model.graph, self._carried.values())
-        return open_session(
-            model,
-            threads=self._threads,
-            providers=self._providers,
-            optimize=optimize,
-            integers=False,  # as in the file: gradients need floats
-            library=self._library,
-        )
+        try:
+            return open_session(
+                model,
+                threads=self._threads,
+                providers=self._providers,
+                optimize=optimize,
+                integers=False,  # as in the file: gradients need floats
+                library=self._library,
+            )
+        except UnsupportedError as error:
+            array_function(self._one.model)  # raises if the cause is in the model itself
+            raise UnsupportedError(
+                error.message.replace("does not run this model", "runs the model, but not the step that Onward made"),
+                hint='choose another engine, such as `engine="torch"` (`--engine torch`), and report this bug',
+            ) from error
 
     def _buffer(self, value: ir.Value, *, fill: bool = False) -> ort.OrtValue:
         """Allocate memory in ONNX Runtime. Memory of a numpy array would be freed with the array."""

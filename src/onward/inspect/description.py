@@ -57,6 +57,7 @@ from onward.run_state.reading import (
 )
 from onward.run_state.state import ParameterGroup, RunState
 from onward.standard import is_standard, operator_name
+from onward.transform.bodies import lift_from_bodies
 from onward.transform.quantized import RANGE_KEY
 
 
@@ -71,8 +72,10 @@ def describe(model: Source) -> Summary:
     """
     model = load(model)
     with blame_model():
-        judged = verdicts(model)
-        ungrouped = weights(model, judged)
+        opened = model.copy()
+        lift_from_bodies(opened)
+        judged = verdicts(opened)
+        ungrouped = weights(opened, judged)
         steps = tuple(describe_step(model, index, ungrouped) for index in range(len(model.steps)))
         group = {name: group.name for step in reversed(steps) for group in step.groups for name in group.parameters}
         grouped = tuple(dataclasses.replace(weight, group=group.get(weight.name)) for weight in ungrouped)
@@ -84,7 +87,7 @@ def describe(model: Source) -> Summary:
             parameters={role: Amount.of(w for w in grouped if w.role == role) for role in ROLES},
             remarks=(
                 *folding_remarks(model),
-                *exporter_remarks(model, judged),
+                *exporter_remarks(opened, judged),
                 *(note for step in model.steps for note in notes_on_moves(step)),
             ),
             quantization=_quantization(model),

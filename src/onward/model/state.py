@@ -21,6 +21,7 @@ ROLE_KEY = "train.role"
 PARAMETER_KEY = "train.param"
 SLOT_KEY = "train.slot"
 GROUP_KEY = "train.group"
+BODIES_KEY = "train.bodies"
 PREPROCESSING = "preprocessing"
 """Role of constants of preprocessing."""
 

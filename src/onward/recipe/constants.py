@@ -1,4 +1,4 @@
-"""Constants of a model as parameters: initializers, outputs of nodes, tensors in bodies."""
+"""Constants of a model as parameters: initializers and outputs of nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import onnx_ir as ir
 
-from onward.constants import constant_tensor, stored_tensor, tensor_in
+from onward.constants import constant_tensor, stored_tensor
 from onward.model import Model
 from onward.model.state import with_metadata
 from onward.runtime.sessions import evaluate
@@ -47,34 +47,6 @@ def expose(graph: ir.Graph, value: ir.Value) -> ir.Value:
     graph.remove(node)
     graph.register_initializer(exposed)
     return exposed
-
-
-def in_bodies(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Return the floating-point tensors in the bodies of nodes such as If and Loop."""
-    for body in graph.subgraphs():
-        stored = [*body.initializers.values(), *(node.outputs[0] for node in body if tensor_in(node) is not None)]
-        for value in stored:
-            tensor = constant_tensor(value)
-            is_float = tensor is not None and tensor.dtype.is_floating_point() and tensor.size > 1
-            if is_float and value.name and not value.is_graph_output():
-                yield value
-
-
-def lift(model: Model, value: ir.Value) -> str:
-    """Move a tensor from a body to the main graph; return its new name."""
-    tensor, node, name = constant_tensor(value), value.producer(), value.name
-    assert tensor is not None and name is not None
-    lifted = ir.Value(type=ir.TensorType(tensor.dtype), shape=ir.Shape(tensor.shape.numpy()))
-    value.replace_all_uses_with(lifted)
-    if node is not None:
-        assert node.graph is not None
-        node.graph.remove(node)
-    else:
-        value.graph.initializers.pop(name)  # type: ignore[union-attr]
-    lifted.name = model.names().fresh(name)
-    lifted.const_value = under_name(lifted.name, tensor)
-    model.graph.register_initializer(lifted)
-    return lifted.name
 
 
 def is_uniform(array: np.ndarray) -> bool:

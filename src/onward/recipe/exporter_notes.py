@@ -21,7 +21,7 @@ from onward.build import Builder, Names
 from onward.constants import add_initializer, constant_tensor
 from onward.errors import UnsupportedError, list_names
 from onward.model import Model
-from onward.recipe.constants import expose, in_bodies, is_uniform, stored_shape, under_name
+from onward.recipe.constants import expose, is_uniform, under_name
 from onward.recipe.layers import layers as find_layers
 from onward.recipe.step_builder import stop_gradient
 
@@ -616,12 +616,6 @@ def folding_remarks(model: Model) -> Iterator[str]:
                 f"{len(without)} layers have no bias, such as {list_names(without, 1)}: tf2onnx drops biases of zeros "
                 "and scales of ones, as fresh models have them; if yours has them, convert it with `onward.from_keras`"
             )
-    bodies = [value.name for value in in_bodies(model.graph) if len(stored_shape(value) or ()) > 1]
-    if bodies:
-        yield (
-            f"{len(bodies)} tensors in bodies of If, Loop or Scan, such as `{bodies[0]}`, may be weights, and are "
-            "trained only if `trainable` (`--trainable`) names them"
-        )
     if integers := [node for node in nodes if node.op_type in _QUANTIZED]:
         yield (
             f"{len(integers)} nodes compute with integers, such as `{integers[0].op_type}`: their weights are not "

@@ -18,7 +18,6 @@ from onward.model.serde import stamp
 from onward.model.walk import ancestors
 from onward.options import Fields, StepOptions, documented, with_options
 from onward.recipe import lora, objective, prune, quantize
-from onward.recipe.constants import in_bodies, lift
 from onward.recipe.distill import Distillation
 from onward.recipe.exporter_notes import restore
 from onward.recipe.head import replace_head
@@ -40,10 +39,11 @@ from onward.recipe.preprocessing.pipeline import by_input
 from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.step_builder import StepBuilder
-from onward.recipe.trainable import Selection, as_patterns, matching, roles, select
+from onward.recipe.trainable import Selection, as_patterns, roles, select
 from onward.recipe.training_mode import bind_statistics, functions_to_inline, open_linear, training_forward
 from onward.recipe.update import UpdateBuilder
 from onward.standard import OLDEST_OPSET
+from onward.transform.bodies import lift_from_bodies, return_to_bodies
 from onward.transform.inline import inline
 from onward.transform.opset import convert_opset, of_one_opset
 from onward.transform.padding import write_padding
@@ -78,6 +78,7 @@ class Recipe(Fields, StepOptions):
                 hint="strip it first (`onward strip`), or add a step with `append=True` (`--append`)",
             )
         model = model.copy()
+        lifted = lift_from_bodies(model)
         restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
         before = None if self.preprocess is None else join.open_preprocessing(self.preprocess)
@@ -100,11 +101,9 @@ class Recipe(Fields, StepOptions):
         students = teaching.students(model, predictions) if teaching else []
         watched = list(dict.fromkeys([*predictions, *students]))
         trainable, freeze = as_patterns(self.trainable), as_patterns(self.freeze) or ()
-        if trainable is not None:
-            named = [value for value in in_bodies(model.graph) if matching(trainable, [value.name or ""])]
-            trainable = [*trainable, *(lift(model, value) for value in named)]
         patterns_of_roles = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         selection = select(model, watched, trainable, freeze, patterns_of_roles)
+        return_to_bodies(model, lifted - {value.name or "" for value in selection.parameters})
         is_quantized = any(RANGE_KEY in node.metadata_props for node in model.graph)
         learned = ranges.learned_scales(model, selection.parameters) if is_quantized else []
         masks = self._prune(model, selection.parameters)

@@ -7,10 +7,13 @@ bodies only append to them, and the backward pass takes the appended elements fr
 sequence, it runs the Loop again up to that iteration.
 """
 
+from types import MappingProxyType
+
 import onnx_ir as ir
 
 from onward.build import Builder
 from onward.errors import UnsupportedError
+from onward.model.walk import source_of
 from onward.rules.indexing import along, join_shape
 from onward.rules.nested import (
     captured_and_active,
@@ -94,7 +97,10 @@ def scan(
     entries = [
         *back.carried(),
         *(_like(state) for state in back.types),
-        *(_item(sequence, axis) for sequence, axis in zip(sequences, in_axes, strict=True)),
+        *(
+            _declare_like(inner, _item(sequence, axis))
+            for inner, sequence, axis in zip(body.inputs[count:], sequences, in_axes, strict=True)
+        ),
         *(_item(dys[count + i].value, out_axes[i]) for i in with_gradient),
         *(_like(product) for product in products),
     ]
@@ -140,26 +146,36 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
     """Loop from the last iteration to the first, as many times as the Loop itself iterated."""
     count = len(inputs)
     states = node.inputs[2:]
-    back = _Back(op, node, states, body.inputs[2:], active, pull_back)
+    inside = [
+        (before, source_of(after, ("Identity",)))
+        for before, after in zip(body.inputs[2:], body.outputs[1:], strict=False)
+    ]
+    unread = {i for i, (before, _) in enumerate(inside) if not before.uses() and not before.is_graph_output()}
+    fixed = {i for i, (before, after) in enumerate(inside) if before is after}
+    back = _Back(op, node, states, body.inputs[2:], active, pull_back, {i: body.outputs[1 + i] for i in unread})
     if not back.size:
         return {}
     number = ir.Value(name="iteration", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
     truth = ir.Value(name="condition", type=ir.TensorType(ir.DataType.BOOL), shape=ir.Shape([]))
-    tensors = [i for i, state in enumerate(back.types) if isinstance(state.type, ir.TensorType)]
+    tensors = {i for i, state in enumerate(back.types) if isinstance(state.type, ir.TensorType)}
+    changing = sorted(tensors - unread - fixed)
     numbers, *saved = _saving(
         op,
         node,
         body,
-        [body.inputs[0], *(body.inputs[2 + i] for i in tensors)],
-        [_declare_like(number, body.inputs[0]), *(states[i] for i in tensors)],
+        [body.inputs[0], *(body.inputs[2 + i] for i in changing)],
+        [_declare_like(number, body.inputs[0]), *(states[i] for i in changing)],
     )
     trips = op.Squeeze(op.Shape(numbers, start=0, end=1), [0])
     trips.value.shape = ir.Shape([])  # so that the value of an iteration has a shape
+    back.trips = trips
 
     def step(inner, done, go_on, *carried):
         current = inner(trips.value) - 1 - done
         before = _after(inner, node, body, current, back.types) if len(tensors) < count else [None] * count
-        for i, stack in zip(tensors, saved, strict=True):
+        for i in fixed & tensors:
+            before[i] = inner.Identity(states[i]).like(back.types[i])
+        for i, stack in zip(changing, saved, strict=True):
             before[i] = inner.Gather(stack, current, axis=0).like(back.types[i])
         items = [inner.Gather(dy.value, current, axis=0) if dy is not None else None for dy in dys[count:]]
         for dy, item in zip(dys[count:], items, strict=True):
@@ -186,28 +202,45 @@ def loop(op, dys, trip_count, cond, *inputs, node, body, active, pull_back):
 class _Back:
     """Gradients that the backward passes of Scan and Loop carry from iteration to iteration."""
 
-    def __init__(self, op, node, states, inner_states, active, pull_back):
+    def __init__(self, op, node, states, inner_states, active, pull_back, unread=MappingProxyType({})):
+        """`unread` are the results of states that the body does not read: they may start with any shape."""
         self.op, self.node, self.states, self.pull_back = op, node, states, pull_back
+        self.active, self.unread = active, unread
         refuse_random(node)
         self.types = [_declare_like(inner, state) for inner, state in zip(inner_states, states, strict=True)]
+        for i, after in unread.items():
+            self.types[i] = _like(after) if after.type is not None else self.types[i]
         self.floats = [i for i, state in enumerate(self.types) if is_float(state)]
         self.captured = captured_and_active(node, active)
         self.size = len(self.floats) + len(self.captured)
+        # ONNX Runtime needs the ranks of what a Scan carries: gradients of unknown rank are carried as vectors.
+        self.flat = {value for value in self.captured if node.op_type == "Scan" and value.shape is None}
 
     def carried(self):
-        return [
-            *(_gradient_of(self.types[i]) for i in self.floats),
-            *(_gradient_of(value) for value in self.captured),
-        ]
+        gradients = [_gradient_of(value) for value in (*(self.types[i] for i in self.floats), *self.captured)]
+        for gradient_, value in zip(gradients[len(self.floats) :], self.captured, strict=True):
+            if value in self.flat:
+                gradient_.shape = ir.Shape([None])
+        return gradients
+
+    def _flatten(self, value, grad):
+        if value not in self.flat:
+            return grad
+        vector = grad.op.Reshape(grad, [-1])
+        vector.value.shape = ir.Shape([None])
+        return vector
+
+    def _unflatten(self, op, value, grad):
+        return op.Reshape(grad, op.Shape(value)) if value in self.flat else grad
 
     def start(self, dys):
         """Return the gradients after the last iteration."""
         last = [dys[i] if dys[i] is not None else self.op.filled_like(self._last(i), 0) for i in self.floats]
-        return [*last, *(self.op.filled_like(value, 0) for value in self.captured)]
+        return [*last, *(self._flatten(value, self.op.filled_like(value, 0)) for value in self.captured)]
 
     def _last(self, i):
         """Return a value with the type and shape of a state after the last iteration; tensors do not change theirs."""
-        if isinstance(self.types[i].type, ir.TensorType):
+        if isinstance(self.types[i].type, ir.TensorType) and i not in self.unread:
             return self.states[i]
         last = self.node.outputs[i]
         last.type = self.types[i].type if last.type is None else last.type
@@ -225,25 +258,44 @@ class _Back:
         for state, result in zip(self.types, results, strict=False):
             _refuse_other_shape(self.node, state, result)
         seeds = seeds_of(op, results, [*(after.get(i) for i in range(len(before))), *item_dys])
-        seeds |= zip(self.captured, carried[len(self.floats) :], strict=True)  # sums, to which the iteration adds
-        states = [before[i].value for i in self.floats]
-        wrt = [*states, *self.captured, *(expr.value for expr in items)]
+        for value, total in zip(self.captured, carried[len(self.floats) :], strict=True):
+            seeds[value] = self._unflatten(op, value, total)  # the iteration adds to it
+        read = [i for i in self.floats if i not in self.unread]
+        wrt = [*(before[i].value for i in read), *self.captured, *(expr.value for expr in items)]
         grads = gradients_or_zeros(op, self.pull_back, nodes, seeds, wrt)
+        for position, i in enumerate(self.floats):
+            if i in self.unread:  # what an iteration does not read gets no gradient from it
+                wrt.insert(position, carried[position].value)
+                grads.insert(position, op.filled_like(carried[position].value, 0))
         again = {old.outputs[0]: new.outputs[0] for old, new in zip(body, nodes, strict=True)}
         for value, saved in computed:  # after `pull_back`, which goes through the nodes
             again[value].replace_all_uses_with(saved.value)
         # An input of the graph keeps its declaration, but ONNX Runtime needs declared outputs of a Scan.
-        return [
+        own = [
             (grad if grad.value.producer() is not None and grad.value.graph is op.graph else op.Identity(grad)).like(
                 value
             )
             for value, grad in zip(wrt, grads, strict=True)
         ]
+        return [self._flatten(value, grad) for value, grad in zip(wrt, own, strict=True)]
 
     def gradients(self, carried, others):
         """Return value -> gradient; a value may be an input twice, or captured as well."""
         values = [*(self.states[i] for i in self.floats), *self.captured]
+        carried = list(carried)
+        for position, i in enumerate(self.floats):
+            if i in self.unread:
+                carried[position] = self._of_unread(i, carried[position])
+        carried = [self._unflatten(self.op, value, grad) for value, grad in zip(values, carried, strict=True)]
         return sum_by_value((*zip(values, carried, strict=True), *others))
+
+    def _of_unread(self, i, grad):
+        """Return the gradient of the start of a state that the body does not read: of a Loop without iterations."""
+        if self.states[i] not in self.active:
+            return self.op.filled_like(self.states[i], 0)
+        ran = self.op.Greater(self.trips, 0)
+        zeros = self.op.subgraph(lambda inner: inner.filled_like(self.states[i], 0))
+        return self.op.If(ran, then_branch=zeros, else_branch=self.op.subgraph(lambda inner: inner.Identity(grad)))
 
 
 # ---- states ----------------------------------------------------------------------------------------------------------

@@ -124,6 +124,7 @@ def slice_(op, dy, x, starts, ends, axes, steps):
     if axes is None:  # the first ones, as many as there are starts
         count = along(op, starts, 0)
         axes = op.constant(list(range(count[0]))) if isinstance(count, list) else iota(op, op.Size(starts))
+    axes = _long(op, axes)
     pads = _known_pads(x, starts, ends, axes)
     if pads is None:
         size, left, first = _sizes(op, x, axes), _sizes(op, dy, axes), _long(op, starts)
@@ -163,8 +164,11 @@ def _sizes(op, x, axes):
 
 
 def _long(op, values):
-    """Cast starts or axes of a Slice, which must have the type of its ends."""
-    return values if values is None or values.dtype == ir.DataType.INT64 else op.Cast(values, to=ir.DataType.INT64)
+    """Return starts or axes as int64: those of a Slice have one type, and ONNX infers no Pad with axes of int32."""
+    if values is None or values.dtype == ir.DataType.INT64:
+        return values
+    numbers = constant_ints(values.value)
+    return op.constant(list(numbers)) if numbers is not None else op.Cast(values, to=ir.DataType.INT64)
 
 
 gradient("Expand", broadcasts=(0,))(lambda op, dy, x, shape: dy)

@@ -38,9 +38,12 @@ def copy_graph(op: Builder, graph: ir.Graph) -> ir.Graph:
 
 
 def recompute(op, graph, inputs):
-    """Copy the nodes of a nested graph into the graph of `op`, reading `inputs`; return nodes and outputs."""
+    """Copy the nodes of a nested graph into the graph of `op`, reading `inputs`; return nodes and outputs.
+
+    None stands for an input that nothing reads.
+    """
     copy = copy_graph(op, graph)
-    new = {old: expr.value for old, expr in zip(copy.inputs, inputs, strict=True)}
+    new = {old: expr.value for old, expr in zip(copy.inputs, inputs, strict=True) if expr is not None}
     for value in copy.initializers.values():
         new[value] = op.constant(value.const_value.numpy(), value.const_value.dtype).value
     outputs = [new.get(value, value) for value in copy.outputs]

@@ -25,11 +25,11 @@ import onnx_ir as ir
 
 from onward.checker import Finding, check
 from onward.checker.codes import make_finding, worst_first
-from onward.constants import tensor_in
+from onward.constants import constant_tensor
 from onward.errors import DataError, Error, UnsupportedError
 from onward.model import Model, load
 from onward.model.serde import tensor_sites
-from onward.model.state import all_states, with_metadata
+from onward.model.state import all_states, with_metadata, without_tags
 from onward.model.storage import goes_outside, is_external
 from onward.model.storage.files import reason, regular
 from onward.model.storage.tensor_sites import inside
@@ -38,6 +38,7 @@ from onward.recipe.exporter_notes import Restored
 from onward.recipe.lora.adapters import adapters
 from onward.training.config import EDITED, Natural, parse_json_as, read_settings
 from onward.training.log import read_log
+from onward.transform.bodies import lift_from_bodies, places_of, stored_in_bodies
 from onward.transform.padding import write_padding
 from onward.transform.quantized import stored_biases, stored_weights
 from onward.transform.training import strip
@@ -64,9 +65,10 @@ def in_form_of(original: Model, training: Model) -> Model:
             return trained
         if any(f"{adapter.weight}/merged" in trained.graph.initializers for adapter in added):
             return trained  # a tied weight was merged into a copy
-    result = original.copy()
+    result, lifted = original.copy(), trained.copy()
     write_padding(result)  # as in the training model
-    return result if all(_put(result.graph, trained.graph.initializers.get(name)) for name in names) else trained
+    lift_from_bodies(lifted)
+    return result if all(_put(result.graph, lifted.graph.initializers.get(name)) for name in names) else trained
 
 
 def _put_averages(training: Model) -> Model:
@@ -81,34 +83,32 @@ def _put_averages(training: Model) -> Model:
 
 
 def _put(graph: ir.Graph, trained: ir.Value | None) -> bool:
-    """Replace the tensor of that name in the graph. Return False if the graph does not have it."""
+    """Replace the tensor of that name, or those at its places in bodies. Return False if the graph lacks one."""
     tensor = trained.const_value if trained is not None else None
     if tensor is None:
         return False
-    initializer = graph.initializers.get(tensor.name or "")
-    if initializer is not None and initializer.const_value is not None:
-        old = initializer.const_value
-        if not _is_alike(old, tensor):
-            return False
-        initializer.const_value = _describe_as(old, tensor)
-        return True
-    for node in graph:
-        if node.outputs[0].name == tensor.name and (constant := tensor_in(node)) is not None:
-            if not _is_alike(constant, tensor):
-                return False
-            node.attributes.clear()  # the constant may be in `value_floats` or similar
-            node.attributes["value"] = ir.AttrTensor("value", _describe_as(constant, tensor))
-            return True
-    return False
+    if places := places_of(tensor):
+        in_bodies, tensor = dict(stored_in_bodies(graph)), without_tags(tensor)
+        return all(_replace(in_bodies.get(place), tensor) for place in places)
+    stored = graph.initializers.get(tensor.name or "")
+    if stored is None or stored.const_value is None:
+        stored = next((node.outputs[0] for node in graph if node.outputs[0].name == tensor.name), None)
+    return _replace(stored, tensor)
 
 
-def _is_alike(a: ir.TensorProtocol, b: ir.TensorProtocol) -> bool:
-    return a.dtype == b.dtype and a.shape.numpy() == b.shape.numpy()
-
-
-def _describe_as(old: ir.TensorProtocol, new: ir.TensorProtocol) -> ir.TensorProtocol:
-    """Return the new numbers with the name and metadata of the old tensor."""
-    return with_metadata(new, dict(old.metadata_props), like=old)
+def _replace(stored: ir.Value | None, tensor: ir.TensorProtocol) -> bool:
+    old = constant_tensor(stored)
+    if stored is None or old is None or old.dtype != tensor.dtype or old.shape.numpy() != tensor.shape.numpy():
+        return False
+    new = with_metadata(
+        tensor, dict(old.metadata_props), like=old
+    )  # the numbers, under name and metadata of the old tensor
+    if (node := stored.producer()) is None:
+        stored.const_value = new
+    else:
+        node.attributes.clear()  # the constant may be in `value_floats` or similar
+        node.attributes["value"] = ir.AttrTensor("value", new)
+    return True
 
 
 TRAINING, BEST, LAST, ORIGINAL = "training.onnx", "best.onnx", "last.onnx", "original.onnx"

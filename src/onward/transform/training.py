@@ -15,6 +15,7 @@ from onward.model.core import link_gradients, unlink_gradients, values
 from onward.model.serde import stamp
 from onward.model.walk import ancestors, nested_nodes
 from onward.standard import ML_DOMAIN
+from onward.transform.bodies import return_to_bodies
 from onward.transform.opset import convert_opset
 from onward.transform.quantized import store_as_integers
 
@@ -25,12 +26,13 @@ def strip(model: Source) -> Model:
 
         plain = onward.transform.strip("training.onnx")
 
-    Weights that the model stored as integers become integers again.
+    Weights that the model stored as integers, or in bodies, are stored so again.
 
     - `model`: any model
     """
     model = without_steps(model)
     store_as_integers(model)
+    return_to_bodies(model)
     restore_linear_models(model)
     return model
 

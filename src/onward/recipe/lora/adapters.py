@@ -23,6 +23,7 @@ from onward.recipe.initialize import Drawn, draw_initial_values
 from onward.recipe.layers import Layer, layers, listing
 from onward.recipe.trainable import ADAPTERS, matching
 from onward.standard import METADATA_IR
+from onward.transform.bodies import lift_from_bodies, return_to_bodies
 from onward.transform.opset import of_one_opset
 
 A, B = ADAPTERS
@@ -117,6 +118,7 @@ def merge(model: Source) -> Model:
     source = load(model)
     refuse_training(source, "merge its adapters")
     merged = source.copy()
+    lift_from_bodies(merged)
     adapters_of = adapters(merged)
     if not adapters_of:
         raise UnknownNameError("the model has no adapters to merge", hint="add some: `onward.lora.add`")
@@ -124,6 +126,7 @@ def merge(model: Source) -> Model:
     names = merged.names()
     for adapter in adapters_of:
         _fold(merged, names, adapter, adapted[adapter.weight])
+    return_to_bodies(merged)
     return merged
 
 
@@ -244,15 +247,17 @@ def add(
         dtype = sharing[0].dtype
         b = ir.Tensor(np.zeros(_shapes(sharing[0], rank)[1], dtype.numpy()), dtype=dtype)
         attach(changed, taken, sharing, a, b, alpha / rank, dropout)
+    return_to_bodies(changed)
     return changed
 
 
 def adaptable(model: Source) -> Model:
-    """Return a copy to which adapters can be added."""
+    """Return a copy to which adapters can be added, with the weights of bodies in the main graph."""
     source = check_signatures(load(model))
     refuse_training(source, "add adapters")
     changed = of_one_opset(source, _OLDEST_OPSET).copy()
     changed.ir.ir_version = max(changed.ir.ir_version or 0, METADATA_IR)
+    lift_from_bodies(changed)
     return changed
 
 

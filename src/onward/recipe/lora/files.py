@@ -25,6 +25,7 @@ from onward.model.storage import write_file
 from onward.model.storage.files import reason, regular
 from onward.recipe.layers import Layer
 from onward.recipe.lora.adapters import Adapter, adaptable, adapters, array, attach, by_weight, detach
+from onward.transform.bodies import return_to_bodies
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<letter>[AB])(?:\.default)?\.weight")
@@ -85,6 +86,7 @@ def load(model: Source, path: str | os.PathLike[str]) -> Model:
         alpha = config["lora_alpha"] if alpha is None else alpha
         scale = float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
         attach(changed, taken, candidates[placed[module]], inner, outer, scale, float(config.get("lora_dropout", 0.0)))
+    return_to_bodies(changed)
     return changed
 
 
