@@ -81,6 +81,7 @@ class Recipe(Fields, StepOptions):
         lifted = lift_from_bodies(model)
         restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
+        lifted |= lift_from_bodies(model)  # a new head or adapters may have put some back
         before = None if self.preprocess is None else join.open_preprocessing(self.preprocess)
         resolved = self._resolved()
         optimizer = given_optimizer(resolved["optimizer"])
