@@ -144,7 +144,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="packages and files whose name has this text")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="longest time of one file (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="print the files")
-    parser.add_argument("--record", action="store_true", help="store the outcomes in outcomes.json")
+    parser.add_argument(
+        "--record", type=Path, nargs="?", const=OUTCOMES, help="store outcomes (default: outcomes.json)"
+    )
     chosen = parser.parse_args()
     if chosen.folder is not None:
         files = [File("", path, str(path.relative_to(chosen.folder))) for path in sorted(chosen.folder.rglob("*.onnx"))]
@@ -169,14 +171,14 @@ def main() -> None:
         for key in ("message", "hint"):
             if report.get(key):
                 print(f"           {key}: {report[key][:500]}", flush=True)
-        if chosen.record:
-            record(file, report)
+        if chosen.record is not None:
+            record(file, report, chosen.record)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
 
 
-def record(file: File, report: Mapping[str, Any]) -> None:
+def record(file: File, report: Mapping[str, Any], at: Path) -> None:
     """Store what the table of the documentation shows."""
-    outcomes = json.loads(OUTCOMES.read_text()) if OUTCOMES.exists() else {}
+    outcomes = json.loads(at.read_text()) if at.exists() else {}
     report = {**report, "options": list(flags(file.settings.get("options", {})))}
     kept = (
         "outcome",
@@ -192,7 +194,7 @@ def record(file: File, report: Mapping[str, Any]) -> None:
         "seconds",
     )
     outcomes[f"{file.package} {file.name}"] = {key: report[key] for key in kept if key in report}
-    OUTCOMES.write_text(json.dumps(dict(sorted(outcomes.items())), indent=1) + "\n")
+    at.write_text(json.dumps(dict(sorted(outcomes.items())), indent=1) + "\n")
 
 
 FLAGS = {"constants": "--constant"}
