@@ -360,6 +360,31 @@ def test_adapters_are_saved_as_peft_does(tmp_path, place):
     np.testing.assert_array_equal(run(onward.lora.load(other, path), x)[0], run(model, x)[0])
 
 
+def test_one_session_of_onnxruntime_switches_between_adapters(tmp_path):
+    """Two adapters of other ranks and layers give the outputs of merged models; without one, the base model runs."""
+    cases = {
+        "a": adapted(small_cnn(), rank=2, alpha=5, targets="*"),
+        "b": adapted(small_cnn(), 9, rank=3, targets="fc"),
+    }
+    base = sound(onward.lora.as_inputs(cases["a"]))
+    base.save(tmp_path / "base.onnx")
+    session = ort.InferenceSession(tmp_path / "base.onnx")
+    feeds = {"image": numbers(2, 1, 8, 8)}
+    np.testing.assert_allclose(session.run(None, feeds)[0], run(onward.load(small_cnn()), feeds)[0], rtol=1e-5)
+    for name in "aba":
+        path = onward.lora.save(cases[name], tmp_path / f"{name}.onnx_adapter")
+        adapter, options = ort.LoraAdapter(), ort.RunOptions()
+        adapter.Load(str(path))
+        options.add_active_adapter(adapter)
+        merged = run(onward.lora.merge(cases[name]), feeds)[0]
+        np.testing.assert_allclose(session.run(None, feeds, options)[0], merged, rtol=1e-5, atol=1e-5)
+        again = onward.lora.load(small_cnn(), path)
+        np.testing.assert_allclose(run(again, feeds)[0], merged, rtol=1e-5, atol=1e-5)
+    (tmp_path / "broken.onnx_adapter").write_bytes(path.read_bytes()[:50])
+    with pytest.raises(onward.Error, match="holds no adapter"):
+        onward.lora.load(small_cnn(), tmp_path / "broken.onnx_adapter")
+
+
 def test_an_adapter_for_another_model_is_refused(tmp_path):
     from safetensors.numpy import load_file, save
 

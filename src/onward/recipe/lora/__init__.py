@@ -10,10 +10,10 @@ the number `<weight>/lora_scale` and tags of their weight. For a convolution A i
 / groups, *kernel], with the layer's strides and pads, and B is [out, rank, 1, ...].
 """
 
-from onward.recipe.lora.adapters import add, merge
+from onward.recipe.lora.adapters import add, as_inputs, merge
 from onward.recipe.lora.files import load, save
 
-__all__ = ["add", "load", "merge", "save"]
+__all__ = ["add", "as_inputs", "load", "merge", "save"]
 
 
 def __dir__() -> list[str]:

@@ -130,6 +130,51 @@ def merge(model: Source) -> Model:
     return merged
 
 
+@checked()
+def as_inputs(model: Source) -> Model:
+    """Return a copy whose adapters are optional inputs, for adapters that are switched at run time.
+
+        onward.lora.as_inputs(trained).save("base.onnx")
+
+    - `model`: an inference model with adapters
+
+    Without values the model computes what it did before adapters were added. ONNX Runtime takes the
+    values from `.onnx_adapter` files, whose ranks may differ.
+    """
+    source = load(model)
+    refuse_training(source, "make its adapters inputs")
+    changed = source.copy()
+    adapters_of = adapters(changed)
+    if not adapters_of:
+        raise UnknownNameError("the model has no adapters", hint="add some: `onward.lora.add`")
+    layers_of = by_weight(changed)
+    for adapter in adapters_of:
+        layer = layers_of[adapter.weight][0]
+        smallest = 1 if layer.is_convolution else 0  # a convolution has at least one channel; zeros have no effect
+        for value, shape, next_shape in zip(
+            (adapter.a, adapter.b), _shapes(layer, smallest), _shapes(layer, smallest + 1), strict=True
+        ):
+            sizes = zip(shape, next_shape, strict=True)
+            value.shape = ir.Shape([size if size == other else f"{value.name}/rank" for size, other in sizes])
+            value.const_value = _with_array(value, np.zeros(shape))
+        adapter.scale.const_value = _with_array(adapter.scale, np.ones(()))  # files hold B times the scale
+        changed.graph.inputs.extend((adapter.a, adapter.b))
+    changed.ir.ir_version = max(changed.ir.ir_version or 0, _OPTIONAL_INPUTS_IR)
+    return changed
+
+
+_OPTIONAL_INPUTS_IR = 4
+"""First version in which an input may have a default value."""
+
+
+def _with_array(value: ir.Value, array: np.ndarray) -> ir.Tensor:
+    """Return the tensor of an initializer with other numbers."""
+    old = value.const_value
+    assert old is not None
+    new = array.astype(old.dtype.numpy())
+    return ir.Tensor(new, dtype=old.dtype, name=old.name, metadata_props=dict(old.metadata_props))
+
+
 def detach(model: Model, adapter: Adapter) -> list[Layer]:
     """Remove an adapter with its tensors, in place; return its layers."""
     adapted = set()

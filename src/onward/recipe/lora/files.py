@@ -1,8 +1,9 @@
 """Files of adapters, as PEFT writes them: `base_model.model.<module>.lora_A.weight`, [rank, in],
 ...
 
-A path that ends in `.safetensors` is one file with the configuration in its header. Any other is a
-folder with `adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
+A path that ends in `.safetensors` is one file with the configuration in its header, and
+`.onnx_adapter` is the format of ONNX Runtime for optional inputs of a model. Any other is a folder
+with `adapter_model.safetensors` and `adapter_config.json`, which PEFT reads.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import os
 import re
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import checked
-from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, suggest_or_list
+from onward.errors import InvalidModelError, UnknownNameError, UnsupportedError, first_line, suggest_or_list
 from onward.model import Model, Source, serde
 from onward.model.storage import write_file
 from onward.model.storage.files import reason, regular
 from onward.recipe.layers import Layer
-from onward.recipe.lora.adapters import Adapter, adaptable, adapters, array, attach, by_weight, detach
+from onward.recipe.lora.adapters import A, Adapter, B, adaptable, adapters, array, attach, by_weight, detach
+from onward.recipe.trainable import ADAPTERS
+from onward.runtime.devices import to_array
 from onward.transform.bodies import return_to_bodies
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -35,17 +39,21 @@ _UNSUPPORTED = ("use_dora", "modules_to_save", "layer_replication")
 
 @checked()
 def save(model: Source, path: str | os.PathLike[str]) -> Path:
-    """Write only the adapters of a model, in the format of PEFT; return the path.
+    """Write only the adapters of a model, in the format of PEFT or ONNX Runtime; return the path.
 
         onward.lora.save(trained, "adapter")
 
     - `model`: a model with adapters
-    - `path`: a folder, or one file that ends in `.safetensors`
+    - `path`: a folder or one file that ends in `.safetensors`, for PEFT; a file that ends in
+      `.onnx_adapter`, for ONNX Runtime with the model of `onward.lora.as_inputs`
     """
     source, target = serde.load(model), Path(path)
     to_save = adapters(source)
     if not to_save:
         raise UnknownNameError("the model has no adapters to save", hint="add some: `onward.lora.add`")
+    if target.suffix == _OF_ONNXRUNTIME:
+        write_file(target, _onnxruntime_file(to_save))
+        return target
     tensors = {key: array for adapter in to_save for key, array in _tensors(adapter).items()}
     config = json.dumps(_config(source, to_save), indent=2)
     if target.suffix == ".safetensors":
@@ -59,7 +67,7 @@ def save(model: Source, path: str | os.PathLike[str]) -> Path:
 
 @checked()
 def load(model: Source, path: str | os.PathLike[str]) -> Model:
-    """Return a copy with the adapters of a file by `save` or PEFT; they replace others.
+    """Return a copy with the adapters of a file by `save`, PEFT or ONNX Runtime; they replace others.
 
         adapted = onward.lora.load("bert.onnx", "adapter")
 
@@ -68,10 +76,11 @@ def load(model: Source, path: str | os.PathLike[str]) -> Model:
 
     Modules match weights by name, or by the end of a name if only one weight fits.
     """
-    pairs, config = _read(Path(path))
+    is_of_onnxruntime = Path(path).suffix == _OF_ONNXRUNTIME  # which knows weights, not modules
+    pairs, config = (_read_onnxruntime if is_of_onnxruntime else _read)(Path(path))
     changed = adaptable(model)
     candidates = by_weight(changed)
-    names = {weight: adaptable_layers[0].module for weight, adaptable_layers in candidates.items()}
+    names = {weight: weight if is_of_onnxruntime else sharing[0].module for weight, sharing in candidates.items()}
     placed = {module: _weight_of(module, names) for module in pairs}
     for adapter in adapters(changed):
         if adapter.weight in placed.values():
@@ -88,6 +97,33 @@ def load(model: Source, path: str | os.PathLike[str]) -> Model:
         attach(changed, taken, candidates[placed[module]], inner, outer, scale, float(config.get("lora_dropout", 0.0)))
     return_to_bodies(changed)
     return changed
+
+
+_OF_ONNXRUNTIME = ".onnx_adapter"
+
+
+def _onnxruntime_file(adapters_of: list[Adapter]) -> bytes:
+    """Return the content of a file for `LoraAdapter` of ONNX Runtime. Parameters are inputs of the model."""
+    import onnxruntime as ort
+
+    parameters, stored = {}, []
+    for adapter in adapters_of:
+        a, b = array(adapter.a), array(adapter.b)
+        scaled = (b.astype(np.float64) * float(array(adapter.scale))).astype(b.dtype)  # the format has no scalars
+        for value, numbers in ((adapter.a, a), (adapter.b, scaled)):
+            assert value.const_value is not None
+            bits = numbers.view(np.uint16) if numbers.itemsize == 2 else numbers  # numpy has no bfloat16
+            stored.append(bits)  # ONNX Runtime reads the memory later
+            kind = int(value.const_value.dtype)
+            parameters[value.name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, kind)
+    form = ort.AdapterFormat()
+    form.set_adapter_version(1)
+    form.set_model_version(1)
+    form.set_parameters(parameters)
+    with tempfile.TemporaryDirectory() as folder:  # ONNX Runtime writes to paths only
+        path = Path(folder) / "adapter"
+        form.export_adapter(os.fspath(path))
+        return path.read_bytes()
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -168,6 +204,28 @@ def _read(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[st
     if not pairs or any(len(pair) != 2 for pair in pairs.values()):
         raise InvalidModelError(f"`{file}` lacks an A or a B of some module")
     return {module: (pair["A"], pair["B"]) for module, pair in pairs.items()}, config
+
+
+def _read_onnxruntime(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarray]], dict[str, Any]]:
+    """Return A and B of each weight, as PEFT stores them, and the configuration for a scale of 1."""
+    import onnxruntime as ort
+
+    try:
+        regular(path)
+        parameters = ort.AdapterFormat.read_adapter(os.fspath(path)).get_parameters()
+    except Exception as error:  # RuntimeError, or what the binding raises for files that are no adapters
+        raise InvalidModelError(f"`{path}` holds no adapter: {first_line(error)}") from error
+    pairs: dict[str, dict[str, np.ndarray]] = {}
+    for name, value in parameters.items():
+        weight, _, slot = name.rpartition("/")
+        if slot not in ADAPTERS:
+            raise UnsupportedError(f"`{path}` holds `{name}`, which is not an adapter of a layer")
+        numbers = to_array(value)
+        pairs.setdefault(weight, {})[slot] = numbers if numbers.ndim > 2 else numbers.T
+    if not pairs or any(len(pair) != 2 for pair in pairs.values()):
+        raise InvalidModelError(f"`{path}` lacks an A or a B of some weight")
+    ranks = {weight: pair[B].shape[1] for weight, pair in pairs.items()}
+    return {weight: (pair[A], pair[B]) for weight, pair in pairs.items()}, {"lora_alpha": 1, "alpha_pattern": ranks}
 
 
 _DTYPES = {"F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16"}
