@@ -112,9 +112,12 @@ $(VENV)/.checkpoints: requirements/checkpoints.txt $(VENV)/.frameworks
 	$(PIP) --no-deps --no-build-isolation -r requirements/checkpoints.txt
 	@touch $@
 
-# Libraries of models, for the slow tests of tests/zoo.
+# Libraries of models, for the slow tests of tests/zoo. torchvision's compiled operators are built for another PyTorch:
+# the .pth file keeps it from registering them.
 $(VENV)/.zoo: requirements/zoo.txt $(VENV)/.frameworks
 	$(PIP) --no-deps -r requirements/zoo.txt
+	echo 'import sys, types; sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("none"))' \
+		> $$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/torchvision_operators.pth
 	@touch $@
 
 $(ORT_VENV)/.installed: | $(BIN)/python

@@ -90,7 +90,8 @@ def orders_of_configuration(checkpoint: Checkpoint) -> Mapping[str, Order]:
     _refuse_configuration(checkpoint.configuration, checkpoint)
     with _name_missing_packages():
         from onward.frameworks.torch.architecture import orders_of
-    return orders_of(checkpoint.configuration)
+
+        return orders_of(checkpoint.configuration)
 
 
 def _refuse_configuration(settings: Mapping[str, Any], checkpoint: Checkpoint) -> None:
@@ -166,10 +167,13 @@ def _name_missing_packages() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        package, _, submodule = str(error.name).partition(".")
+        package, _, submodule = (error.name or "").partition(".")
         if package == "onward":
             raise
-        if submodule:
+        if not package:  # transformers renames what failed below it
+            problem = f"its model cannot be imported: {first_line(error)}"
+            hint = "repair the installation of that package; or give its ONNX model: `--like model.onnx`"
+        elif submodule:
             problem, hint = f"its model needs a newer `{package}`", f"pip install -U {package}"
         else:
             package = {"torch": "onward[torch]", "keras": "onward[tensorflow]"}.get(package, package)
