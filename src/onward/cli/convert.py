@@ -180,10 +180,13 @@ def _was_state(source: Path, to: str) -> bool:
 
 def _program(source: Path, framework: Framework, output: Path | None, force: bool) -> list[Path]:
     import onward
+    from onward.frameworks.program.source_text import program_beside
     from onward.frameworks.run_files import ENDINGS, write, written_paths
 
     ending = ENDINGS[framework]
     path = output or source.with_name(f"{source.name.removesuffix('.onnx')}{ending or f'-{framework}'}")
+    if ending and path.suffix == ".py" and program_beside(path.with_suffix(ending)) == path:
+        path = path.with_suffix(ending)  # named by its program
     if ending and path.suffix != ending:
         hint = f"write to `{path.with_suffix(ending)}`, for example"
         raise Misuse(f"a file of {framework} ends with {ending}, not `{path.name}`", hint)

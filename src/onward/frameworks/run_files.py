@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.errors import InvalidModelError, UnsupportedError
+from onward.frameworks.inference import open_parameters
 from onward.frameworks.program.source_text import program_beside
 from onward.model import Model
 from onward.model.state import STEP
@@ -44,13 +45,15 @@ def write(model: Model, framework: Framework, path: Path) -> list[Path]:
 
 
 def restore(framework: Framework, path: Path, like: Model | None = None) -> Model:
-    """Return the training model `like` with the state of a framework's files."""
+    """Return the training model, or the inference model, `like` with the state of a framework's files."""
     try:
         if not path.is_dir():
             regular(path)
     except (OSError, ValueError) as error:
         raise InvalidModelError(f"could not read `{path}`: {reason(error)}") from error
     files = _files_of(framework)
+    if like is not None and not like.steps:
+        like, _ = open_parameters(like)
     if like is None and framework != "tensorflow":
         raise UnsupportedError(
             f"`{path}` holds the state of a run, but no graph",

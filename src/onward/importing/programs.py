@@ -12,7 +12,8 @@ from onward.checkpoint.tf.tensor_bundle import read_bundle
 from onward.frameworks.run_files import Framework
 from onward.model.storage.containers import BAD_ZIP
 
-_PARTS = {"module", "optimizer", "scheduler"}
+_PARTS = {"module", "optimizer", "scheduler"}, {"module"}
+"""Content of a state file of a run, and of a model, beside constants."""
 
 
 def framework_of(path: Path) -> Framework | None:
@@ -22,11 +23,12 @@ def framework_of(path: Path) -> Framework | None:
             variables = path / "variables" / "variables"
             variables_tree = read_bundle(variables) if variables.with_suffix(".index").is_file() else {}
             return "tensorflow" if any(key.startswith("state/") for key in variables_tree) else None
-        return "jax" if (path / "run.py").is_file() and (path / "state.safetensors").is_file() else None
+        has_program = any((path / name).is_file() for name in ("run.py", "model.py"))
+        return "jax" if has_program and (path / "state.safetensors").is_file() else None
     if path.suffix == ".keras":
         return "keras" if _has_own_classes(path) else None
     tree = read_torch_file(path) if is_torch_file(path) else None
-    return "torch" if isinstance(tree, Mapping) and {*tree} - {"constants"} == _PARTS else None
+    return "torch" if isinstance(tree, Mapping) and {*tree} - {"constants"} in _PARTS else None
 
 
 def _has_own_classes(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Training models as JAX: pure functions, parameters by name, and an optax optimizer."""
+"""Training models as JAX: pure functions, parameters by name, and an optax optimizer. Inference models as functions."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from onward.engines.engine import check_names
 from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import open_initializers
+from onward.frameworks.inference import open_parameters, try_outputs
 from onward.frameworks.jax.optimizer import make_optimizer, read_optimizer
 from onward.frameworks.jax.probe import try_updates
 from onward.frameworks.jax.updates import execute_by_jax
@@ -56,21 +57,36 @@ class JaxTraining(NamedTuple):
     """state -> the training model that continues from it"""
 
 
+class JaxModel(NamedTuple):
+    """Inference model in JAX: a pure function, for `jax.jit`, `jax.vmap` and `jax.grad`, and its parameters."""
+
+    apply: Callable[[Arrays, Arrays], dict[str, Any]]
+    """(params, inputs) -> outputs of the model by name, in inference mode"""
+    params: dict[str, jax.Array]
+
+
 @checked(types=False)
-def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> JaxTraining:
-    """Return the run of a training model as functions of JAX.
+def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> Any:
+    """Return the run of a training model as functions of JAX, or an inference model as a function.
 
         step, state = onward.to_jax("training.onnx")[:2]
         state, metrics = step(state, batch)
+        apply, params = onward.to_jax("model.onnx")
+        outputs = apply(params, {"image": images})
 
-    JAX computes the gradients. The optimizer is a chain of optax if that computes the same, else a
-    transformation of Onward.
+    A training model becomes a `JaxTraining`. JAX computes the gradients. The optimizer is a chain of
+    optax if that computes the same, else a transformation of Onward. An inference model becomes a
+    `JaxModel`.
 
-    - `training`: a training model
+    - `training`: a training model, or an inference model
     - `step`: index of the step, for a training model with several
-    - `probe`: compare a few updates of both sides (default: True)
+    - `probe`: compare a few updates of both sides, or the outputs of an inference model with those
+      of ONNX Runtime (default: True)
     """
-    parts = TrainingParts(of_one_opset(load(training)), step)
+    model = load(training)
+    if not model.steps and step is None:
+        return _model(model, probe)
+    parts = TrainingParts(of_one_opset(model), step)
     run = parts.run
     state, tx = parts.state()
     if probe:
@@ -93,6 +109,31 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
             return new, metrics
 
     return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
+
+
+def _model(model: Model, probe: bool) -> JaxModel:
+    framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
+    opened, params = open_inference(model, framework)
+    names = [value.name or "" for value in model.inputs]
+    execute = execute_by_jax(opened, framework)
+
+    def apply(params: Arrays, inputs: Arrays) -> dict[str, Any]:
+        check_names(inputs, names)
+        return execute({**inputs, **params})
+
+    if probe:
+        compute = jax.jit(apply)
+        try_outputs(model, lambda inputs: jax.tree.map(np.asarray, compute(params, inputs)), "jax")
+    return JaxModel(apply, params)
+
+
+def open_inference(model: Model, framework: Jax) -> tuple[Model, dict[str, jax.Array]]:
+    """Return an inference model with its parameters as inputs, and their values."""
+    opened, names = open_parameters(model)
+    opened = inline(opened)
+    params = {name: framework.tensor(opened.array(name)) for name in names}
+    open_initializers(opened.graph, names)
+    return opened, params
 
 
 def _check_rounding(run: RunState) -> None:

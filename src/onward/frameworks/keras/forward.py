@@ -1,4 +1,4 @@
-"""Keras models from training models: state as variables, graphs as operations of `keras.ops`."""
+"""Keras models from training models, as operations of `keras.ops`, and from inference models, as layers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from onward.arguments import checked
 from onward.differentiate.gradients import has_gradients
 from onward.engines.keras.types import available, fit_target
 from onward.errors import DataError, UnsupportedError
+from onward.frameworks.inference import open_parameters, try_outputs
+from onward.frameworks.keras.layered import layered_model
 from onward.frameworks.keras.loss import make_loss
 from onward.frameworks.keras.optimizer import array_of, make_optimizer, state_of
 from onward.frameworks.keras.step_graphs import (
@@ -29,6 +31,7 @@ from onward.model import Model, Source, load
 from onward.model.state import STEP, states
 from onward.run_state.standard_steps import adopt
 from onward.run_state.training_models import from_training_model, is_plain, only_step_of
+from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
 
 # Aggregation of variables that are equal on all devices of a TensorFlow strategy. Batch statistics use "mean".
@@ -208,20 +211,28 @@ def _fit_target(target: Any, value: Any) -> Any:
 
 
 @checked(types=False)
-def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
-    """Return a compiled Keras model that continues a training model with `fit`.
+def to_keras(training: Source, *, step: int | None = None, probe: bool = True) -> Any:
+    """Return a compiled Keras model that continues a training model with `fit`, or an inference model as layers.
 
         model = onward.to_keras("training.onnx")
         model.fit(images, labels)
+        model = onward.to_keras("model.onnx")
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
-    Its variables have the names of the tensors of the training model. Optimizer and loss are
-    Keras's own if these compute the same, else the graphs of the training model.
+    A training model becomes a `TrainingModel`. Its variables have the names of the tensors of the training model. Optimizer and loss are
+    Keras's own if these compute the same, else the graphs of the training model. An inference model
+    becomes a functional model of Keras's layers. `Operations` layers compute the nodes that no layer
+    computes; to load a saved model with one, import `onward.frameworks.keras` first.
 
-    - `training`: a training model
+    - `training`: a training model, or an inference model
     - `step`: index of the step. A training model with several steps is refused, because a Keras
       model holds one
+    - `probe`: compare the outputs of an inference model with those of ONNX Runtime (default: True)
     """
-    model = adopt(of_one_opset(load(training)))
+    model = load(training)
+    if not model.steps and step is None:
+        return _layers(model, probe)
+    model = adopt(of_one_opset(model))
     index = only_step_of(model, step)
     if has_gradients(model):
         raise no_gradient_inside()
@@ -233,4 +244,21 @@ def to_keras(training: Source, *, step: int | None = None) -> TrainingModel:
         optimizer = GraphOptimizer(model, variables, run.groups[0].lr)
         optimizer.build(keras_model.trainable_variables)
     keras_model.compile_as(optimizer, **(make_loss(run, model) or {} if is_plain(model, index, run) else {}))
+    return keras_model
+
+
+def _layers(model: Model, probe: bool) -> Any:
+    if has_gradients(model):
+        raise no_gradient_inside()
+    opened, parameters = open_parameters(model)
+    require_shapes(opened, 0, "Keras")
+    keras_model = layered_model(opened, parameters)
+    names = [value.name or "" for value in model.outputs]
+
+    def compute(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        results = keras_model([inputs[value.name or ""] for value in model.inputs], training=False)
+        return dict(zip(names, map(array_of, _as_list(results)), strict=True))
+
+    if probe:
+        try_outputs(model, compute, "keras")
     return keras_model

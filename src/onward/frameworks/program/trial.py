@@ -57,6 +57,24 @@ def try_out(script: str, *files: Path, environment: Mapping[str, str] | None = N
     return True
 
 
+def save_by_position(path: Path, arrays: Mapping[str, np.ndarray], **settings: Any) -> Path:
+    """Write arrays by position, with the names in that order and other settings."""
+    text = json.dumps({"names": list(arrays), **settings})
+    np.savez(path, settings=np.array(text), **{str(i): x for i, x in enumerate(arrays.values())})  # type: ignore[arg-type]
+    return path
+
+
+def outputs_of_program(script: str, program: Path, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the outputs of a written program, or nothing without an interpreter."""
+    with tempfile.TemporaryDirectory() as directory:
+        batch, results = save_by_position(Path(directory, "batch.npz"), inputs), Path(directory, "results.npz")
+        if not try_out(script, program, batch, results):
+            return {}
+        with np.load(results) as arrays:
+            names = json.loads(str(arrays["settings"]))["names"]
+            return {name: arrays[str(i)] for i, name in enumerate(names)}
+
+
 # ---- trial -----------------------------------------------------------------------------------------------------------
 
 _STEPS = 3
@@ -79,11 +97,7 @@ class StepTrial:
 
     def save(self, folder: Path, **settings: Any) -> Path:
         """Write the batch by position, with the names in that order and other settings."""
-        path = folder / "batch.npz"
-        arrays = {str(i): array for i, array in enumerate(self.batch.values())}
-        text = json.dumps({"names": list(self.batch), "steps": len(self.losses), **settings})
-        np.savez(path, settings=np.array(text), **arrays)  # type: ignore[arg-type]
-        return path
+        return save_by_position(folder / "batch.npz", self.batch, steps=len(self.losses), **settings)
 
     def run(self, script: str, folder: Path) -> None:
         """Let a script repeat the steps with the program in a folder, and compare the losses."""

@@ -1,4 +1,4 @@
-"""Training models as `tf.Module`: state as variables, steps as graphs of TensorFlow operations."""
+"""Models as `tf.Module`: state as variables, steps and inference as graphs of TensorFlow operations."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from onward.engines.framework_engine import Tensors, computation, interpreter
 from onward.engines.tensorflow import TensorFlow
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
+from onward.frameworks.inference import open_parameters, try_outputs
 from onward.frameworks.program.source_text import Identifiers
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
@@ -44,39 +45,56 @@ class OpenSizes(TensorFlow):
         return tensor if value is None else np.asarray(value)
 
 
-class TrainingModule(tf.Module):  # type: ignore[misc]
-    """Module that `to_tensorflow` returns. As a SavedModel it trains without Onward."""
+class InferenceModule(tf.Module):  # type: ignore[misc]
+    """Module that `to_tensorflow` returns for an inference model."""
 
     state: dict[str, Any]
-    """Variables by name that a step reads and changes. Parameters are trainable variables."""
-    train_step: Callable[..., dict[str, Any]]
-    """Make an update, and return metrics and `loss`. A loss that is not finite changes no state."""
-    evaluate: Callable[..., dict[str, Any]]
-    """Return the metrics and the outputs for a batch, in inference mode."""
+    """Variables by name. Parameters are trainable variables."""
     infer: Callable[..., dict[str, Any]]
     """Return the outputs of the model."""
-    training_model: Callable[[], dict[str, Any]]
-    """Return the training model as compressed ONNX, without the values of variables, and its step."""
 
     @property
     def __call__(self) -> Callable[..., dict[str, Any]]:
         return self.infer
 
 
+class TrainingModule(InferenceModule):
+    """Module that `to_tensorflow` returns for a training model. As a SavedModel it trains without Onward.
+
+    A step reads and changes its `state`.
+    """
+
+    train_step: Callable[..., dict[str, Any]]
+    """Make an update, and return metrics and `loss`. A loss that is not finite changes no state."""
+    evaluate: Callable[..., dict[str, Any]]
+    """Return the metrics and the outputs for a batch, in inference mode."""
+    training_model: Callable[[], dict[str, Any]]
+    """Return the training model as compressed ONNX, without the values of variables, and its step."""
+
+
 @checked(types=False)
 def to_tensorflow(
-    training: Source, *, step: int | None = None, sizes: Mapping[str, int] | None = None
-) -> TrainingModule:
-    """Return a `tf.Module` that continues a training model.
+    training: Source, *, step: int | None = None, sizes: Mapping[str, int] | None = None, probe: bool = True
+) -> Any:
+    """Return a `tf.Module` that continues a training model, or that computes an inference model.
 
         module = onward.to_tensorflow("training.onnx")
         metrics = module.train_step(image=images, labels=labels)
+        module = onward.to_tensorflow("model.onnx")
+        outputs = module(image=images)
 
-    - `training`: a training model
+    A training model becomes a `TrainingModule`, an inference model an `InferenceModule`, which
+    `tf.GradientTape` differentiates by `module.trainable_variables`.
+
+    - `training`: a training model, or an inference model
     - `step`: index of the step, for a training model with several
     - `sizes`: fixed values of dynamic sizes by name, such as `{"N": 32}` (default: none fixed)
+    - `probe`: compare the outputs of an inference model with those of ONNX Runtime (default: True)
     """
-    model, framework = of_one_opset(load(training)), OpenSizes()
+    model, framework = load(training), OpenSizes()
+    if not model.steps and step is None:
+        return _inference_module(model, dict(sizes or {}), probe)
+    model = of_one_opset(model)
     step = step_of(model, step)
     refuse_rounding(model, in_pairs=True)
     require_shapes(model, step, "TensorFlow")
@@ -94,16 +112,37 @@ def to_tensorflow(
     packed = {"onnx": zlib.compress(_without_values(model, module.state, step)), "step": step}
     module.training_model = tf.function(lambda: tf.nest.map_structure(tf.constant, packed), input_signature=[])
     for name in ("train_step", "evaluate", "infer"):
-        function = getattr(module, name)
-        try:
-            function.get_concrete_function()
-        except Error as error:
-            open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
-            raise UnsupportedError(
-                f"TensorFlow cannot trace `{name}`: {error.message}",
-                hint='fix dynamic sizes: `to_tensorflow(model, sizes={"N": 32})`' if open_sizes else None,
-            ) from error
+        _trace(module, name)
     return module
+
+
+def _inference_module(model: Model, sizes: Mapping[str, int], probe: bool) -> InferenceModule:
+    opened, parameters = open_parameters(model)
+    require_shapes(opened, 0, "TensorFlow")
+    opened, framework = inline(opened), OpenSizes()
+    module = InferenceModule(name="inference")
+    weights = {n: v for n, v in opened.graph.initializers.items() if v.dtype and v.dtype.is_floating_point()}
+    weights = {n: v for n, v in weights.items() if n in parameters or (v.shape and framework.supports(_dtype(v)))}
+    module.state = {name: _variable(name, value, name in parameters) for name, value in weights.items()}
+    module.infer = _inference(module, opened, framework, sizes)
+    _trace(module, "infer")
+    if probe and not sizes:
+        names = [value.name or "" for value in model.inputs]
+        compute = lambda arrays: {k: v.numpy() for k, v in module.infer(*(arrays[n] for n in names)).items()}
+        try_outputs(model, compute, "tensorflow")
+    return module
+
+
+def _trace(module: InferenceModule, name: str) -> None:
+    function = getattr(module, name)
+    try:
+        function.get_concrete_function()
+    except Error as error:
+        open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
+        raise UnsupportedError(
+            f"TensorFlow cannot trace `{name}`: {error.message}",
+            hint='fix dynamic sizes: `to_tensorflow(model, sizes={"N": 32})`' if open_sizes else None,
+        ) from error
 
 
 def _dtype(value: ir.Value) -> np.dtype:
@@ -134,7 +173,7 @@ def _part(module: TrainingModule, lowered: Model, framework: Framework, sizes: M
     return _function(run, batch, sizes)
 
 
-def _inference(module: TrainingModule, model: Model, framework: Framework, sizes: Mapping[str, int]) -> Any:
+def _inference(module: InferenceModule, model: Model, framework: Framework, sizes: Mapping[str, int]) -> Any:
     inputs = model.inputs
     stored = _as_inputs(model, module.state)
     execute = interpreter(model, framework)

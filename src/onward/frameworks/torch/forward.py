@@ -1,25 +1,29 @@
-"""Training models as PyTorch objects: module, optimizer, scheduler, loss."""
+"""Training models as PyTorch objects: module, optimizer, scheduler, loss. Inference models as modules."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from onward.arguments import checked
+from onward.engines.torch.types import from_array, to_array
 from onward.errors import UnsupportedError
+from onward.frameworks.inference import open_parameters, try_outputs
 from onward.frameworks.torch.loss import inner_values, make_loss, summands
-from onward.frameworks.torch.module import to_module
+from onward.frameworks.torch.module import OnnxModule, to_module
 from onward.frameworks.torch.module_capture import GROUP, STEP, batch_counters
 from onward.frameworks.torch.optimizer import ClipHook, clipped_optimizer, make_optimizer
 from onward.frameworks.torch.probe import NativeRun, probe_live
 from onward.frameworks.torch.schedule import make_schedule, updates_per_step
 from onward.frameworks.torch.traced.optimizer_state import parameters_of
-from onward.model import Source, load
+from onward.model import Model, Source, load
 from onward.run_state.problems import Problems
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState
@@ -46,19 +50,24 @@ def to_torch(
     live: bool = True,
     blocks: bool = False,
     sync_batch_norm: bool = False,
-) -> TorchTraining:
-    """Convert a training model to PyTorch objects that continue its run.
+) -> Any:
+    """Convert a training model to PyTorch objects that continue its run, an inference model to a module.
 
         module, optimizer, scheduler, loss = onward.to_torch("training.onnx")
+        module = onward.to_torch("model.onnx")
 
-    Use them in an ordinary training loop. The scheduler steps after the optimizer, once per epoch if
+    A training model becomes a `TorchTraining`. Use its objects in an ordinary training loop. The scheduler steps after the optimizer, once per epoch if
     it counts epochs. If the training model clips gradients, the step of the optimizer does. A module
     with several outputs returns them by name, with inner values that the loss reads:
     `loss(module(x), y)`.
 
-    - `training`: a training model
+    An inference model becomes an `nn.Module` in eval mode, with its weights as parameters. Train it
+    with any loss and optimizer of PyTorch.
+
+    - `training`: a training model, or an inference model
     - `step`: index of the step; PyTorch objects have one step only, so a model with several is refused
-    - `probe`: run a few steps on both sides with generated inputs, and compare
+    - `probe`: run a few steps on both sides with generated inputs, and compare; for an inference
+      model, compare its outputs with those of ONNX Runtime
     - `live`: let the module execute the graph (default: yes); otherwise return a generated class of
       torch.nn layers that needs no Onward, as `onward convert --to torch` writes it
     - `blocks`: split the module into the blocks that its graph repeats (`module.repeated_blocks()`),
@@ -70,7 +79,10 @@ def to_torch(
         raise UnsupportedError(
             f"a written class has its own layers and no `{option}`", hint=f"leave out `{option}` or `live=False`"
         )
-    model = adopt(of_one_opset(load(training)))
+    model = load(training)
+    if not model.steps and step is None:
+        return _module(model, probe=probe, live=live, blocks=blocks, sync_batch_norm=sync_batch_norm)
+    model = adopt(of_one_opset(model))
     index = only_step_of(model, step)
     if probe:
         require_shapes(model, index, "a comparison of both sides (`probe`)")
@@ -86,6 +98,32 @@ def to_torch(
     from onward.frameworks.torch.program.source import run_program, write_program
 
     return TorchTraining(*run_program(write_program(model, training_objects), training_objects))
+
+
+def live_module(model: Model, *, blocks: bool = False) -> OnnxModule:
+    """Return an inference model as a live module in eval mode."""
+    opened, parameters = open_parameters(model)
+    return to_module(opened, trainable=parameters, blocks=blocks).eval()
+
+
+def _module(model: Model, *, probe: bool, live: bool, blocks: bool, sync_batch_norm: bool) -> nn.Module:
+    module = live_module(model, blocks=blocks)
+    if probe:
+
+        def compute(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            with torch.no_grad():
+                results = module(*(from_array(inputs[value.name or ""]) for value in model.inputs))
+            results = results if isinstance(results, dict) else {module.output_names[0]: results}
+            return {name: to_array(x) for name, x in results.items() if isinstance(x, torch.Tensor)}
+
+        try_outputs(model, compute, "torch")
+    if live:
+        module.sync_batch_norm(sync_batch_norm)
+        return module
+    from onward.frameworks.torch.program.source import run_program, write_program
+
+    objects = module, None, None, None
+    return run_program(write_program(model, objects), objects).eval()
 
 
 def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:

@@ -253,17 +253,18 @@ class _Prober:
 def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> None:
     """Load the files in a separate process, compute outputs and steps, and compare."""
     inputs, expected = _example(live)
-    trial = step_trial(model)
+    trial, settings = step_trial(model) if model.steps else None, {}
     if trial is not None and any(value.name not in trial.batch for value in model.inputs):
         trial = None  # the module takes more inputs than the steps
-    terms, run = describe(model).steps[0].loss.terms, from_training_model(model)
-    settings = {  # see the heading of a program
-        "inputs": [value.name for value in model.inputs],
-        "terms": [[term.output, list(term.inputs)] for term in terms],
-        "is_own": len(terms) == 1 and terms[0].name == "value",
-        "every": updates_per_step(run),
-        "step": run.step,
-    }
+    if trial is not None:
+        terms, run = describe(model).steps[0].loss.terms, from_training_model(model)
+        settings = {  # see the heading of a program
+            "inputs": [value.name for value in model.inputs],
+            "terms": [[term.output, list(term.inputs)] for term in terms],
+            "is_own": len(terms) == 1 and terms[0].name == "value",
+            "every": updates_per_step(run),
+            "step": run.step,
+        }
     with tempfile.TemporaryDirectory() as folder:
         inputs_file, results_file = Path(folder, "inputs.pt"), Path(folder, "results.pt")
         torch.save(inputs, inputs_file)

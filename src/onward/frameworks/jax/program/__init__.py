@@ -1,4 +1,4 @@
-"""Runs as a folder with a JAX program and its state, and back."""
+"""Runs and models as a folder with a JAX program and its state, and back."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from onward.errors import InvalidModelError
-from onward.frameworks.jax.forward import TrainingParts
+from onward.engines.jax import Jax
+from onward.frameworks.inference import try_outputs
+from onward.frameworks.jax.forward import TrainingParts, open_inference
 from onward.frameworks.jax.program import trial_script
-from onward.frameworks.jax.program.source import CONSTANTS, STATE, write_program
+from onward.frameworks.jax.program.source import CONSTANTS, STATE, write_model, write_program
 from onward.frameworks.jax.runtime import fill_tree, leaves_by_name
 from onward.frameworks.jax.runtime import write as write_arrays
-from onward.frameworks.program.trial import step_trial
-from onward.frameworks.run_files import check_numbers, compare
+from onward.frameworks.program.trial import outputs_of_program, step_trial
+from onward.frameworks.run_files import check_numbers, compare, with_state
 from onward.model import Model
 from onward.model.storage.containers import safetensors_header
 from onward.model.storage.files import reason, regular
@@ -23,7 +25,9 @@ from onward.run_state.problems import Problems
 
 
 def write(model: Model, path: Path) -> list[Path]:
-    """Write `run.py` and its arrays into a folder."""
+    """Write `run.py`, or `model.py` of an inference model, and its arrays into a folder."""
+    if not model.steps:
+        return _write_model(model, path)
     parts = TrainingParts(model)
     state, _ = parts.state()
     source, constants = write_program(parts, state["params"], model.graph.name or path.name)
@@ -37,9 +41,23 @@ def write(model: Model, path: Path) -> list[Path]:
     return [path]
 
 
+def _write_model(model: Model, path: Path) -> list[Path]:
+    opened, params = open_inference(model, Jax())
+    source, constants = write_model(opened, params, model.graph.name or path.name)
+    with replacing(path) as folder:
+        (folder / "model.py").write_text(source, encoding="utf-8")
+        write_arrays(params, folder / STATE)
+        if constants:
+            write_arrays(constants, folder / CONSTANTS)
+        try_outputs(model, lambda inputs: outputs_of_program(trial_script.__file__, folder, inputs), "jax")
+    return [path]
+
+
 def restore(path: Path, like: Model) -> Model:
-    """Return the training model `like` with the state of a folder, which is not executed."""
+    """Return the model `like` with the state of a folder, which is not executed."""
     arrays = _arrays(path / STATE)
+    if not like.steps:
+        return with_state(like, arrays, str(path))
     parts = TrainingParts(like)
     state, tx = parts.state()
     problems = Problems(f"the state of `{path}`")

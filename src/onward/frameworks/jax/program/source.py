@@ -6,7 +6,7 @@ computes what the engine does, and can be read and changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,7 @@ CONSTANTS = "constants.safetensors"
 
 def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
     """Return the program that resumes a run, and the constants that it reads from a file."""
-    printer = GraphPrinter(SourceBundle(instead=INSTEAD, taken=_NAMES, annotated=False))
-    for helper in ("read", "write", "leaves_by_name", "fill_tree", "exact"):
-        printer.helper(helper)
+    printer = _printer("read", "write", "leaves_by_name", "fill_tree", "exact")
     loss, apply, batch = _loss(parts, printer), _apply(parts, printer), parts.forward()[1].batch
     optimizer_source = OptimizerSource(printer, params)
     optimizer = optimizer_source.optimizer(parts.run)
@@ -38,20 +36,45 @@ def write_program(parts: TrainingParts, params: Mapping[str, Any], name: str) ->
         "the run": break_lines(_run(parts, optimizer)),
         "the model": break_lines(f"{loss}\n\n\n{apply}"),
         "updates that optax does not have": break_lines("\n\n\n".join(optimizer_source.functions)),
-        "what these call": "\n\n\n".join(printer.own.texts()),
-        "": f"constants = read(HERE / {quote(CONSTANTS)})" if printer.constants else "",
     }
-    imports = arrange_imports([*printer.own.imports(), *_IMPORTS])
+    heading = _DOCSTRING.format(name=name, batch=", ".join(f"{quote(key)}: ..." for key in batch))
+    return _assemble(printer, heading, sections, [*_IMPORTS, "import optax"])
+
+
+def write_model(model: Model, params: Iterable[str], name: str) -> tuple[str, Mapping[str, np.ndarray]]:
+    """Return the program of an inference model whose `params` are inputs, and its constants."""
+    printer = _printer("read", "write", "exact")
+    taken, expressions = _take_inputs(dict.fromkeys(params, "params"), model, "inputs")
+    lines, results = printer.body(model, expressions)
+    body = [*taken, *lines, f"return {{{pairs(results)}}}"]
+    apply = _function("apply(params, inputs)", "Return the outputs of the model, in inference mode.", body)
+    names = [value.name or "" for value in model.inputs if value.name not in set(params)]
+    heading = _MODEL_DOCSTRING.format(name=name, inputs=", ".join(f"{quote(key)}: ..." for key in names))
+    return _assemble(printer, heading, {"the model": break_lines(f"{apply}\n\n\n{_LOAD}")}, _IMPORTS)
+
+
+def _printer(*helpers: str) -> GraphPrinter:
+    printer = GraphPrinter(SourceBundle(instead=INSTEAD, taken=_NAMES, annotated=False))
+    for helper in helpers:
+        printer.helper(helper)
+    return printer
+
+
+def _assemble(
+    printer: GraphPrinter, heading: str, sections: dict[str, str], imports: Iterable[str]
+) -> tuple[str, Mapping[str, np.ndarray]]:
+    """Return the program of these sections, with what they call, and the constants that it reads."""
+    sections["what these call"] = "\n\n\n".join(printer.own.texts())
     heads = {title: f"# ---- {title} ".ljust(120, "-") for title in sections}
-    written = [f"{heads[title]}\n\n\n{text}" if title else text for title, text in sections.items() if text]
-    heading = docstring(_DOCSTRING.format(name=name, batch=", ".join(f"{quote(key)}: ..." for key in batch)))
-    head = f"{heading}\n\n{imports}\n\nHERE = Path(__file__).parent"
-    source = "\n\n".join([head, *(f"{text}\n" for text in written)])
+    written = [f"{heads[title]}\n\n\n{text}" for title, text in sections.items() if text]
+    written += [f"constants = read(HERE / {quote(CONSTANTS)})"] if printer.constants else []
+    head = f"{docstring(heading)}\n\n{arrange_imports([*printer.own.imports(), *imports])}"
+    source = "\n\n".join([f"{head}\n\nHERE = Path(__file__).parent", *(f"{text}\n" for text in written)])
     return audit_program(source, ["jax", "optax"]), printer.constants
 
 
 _NAMES = ("loss", "apply", "step", "load", "save", "optimizer", "constants", "rate", "clip")  # not of copied functions
-_IMPORTS = ("import jax", "import jax.numpy as jnp", "import numpy as np", "import optax", "from pathlib import Path")
+_IMPORTS = ("import jax", "import jax.numpy as jnp", "import numpy as np", "from pathlib import Path")
 
 _DOCSTRING = """Training run of {name}, resumed in JAX. Written by Onward; needs only JAX and optax.
 
@@ -62,10 +85,30 @@ _DOCSTRING = """Training run of {name}, resumed in JAX. Written by Onward; needs
     run.save(state)
 """
 
+_MODEL_DOCSTRING = """{name} in JAX. Written by Onward; needs only JAX.
 
-def _take_inputs(parts: TrainingParts, model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
-    """Return statements that read the inputs of a model, and the expressions of all inputs."""
-    kinds, types, lines, expressions = parts.kinds, types_of(model), [], {}
+    import jax, model
+
+    params = model.load()
+    outputs = jax.jit(model.apply)(params, {{{inputs}}})
+    model.save(params)
+"""
+_LOAD = f'''def load(path=HERE / "{STATE}"):
+    """Return the parameters by name."""
+    with exact():
+        return {{name: jnp.asarray(array) for name, array in read(path).items()}}
+
+
+def save(params, path=HERE / "{STATE}"):
+    write({{name: np.asarray(array) for name, array in params.items()}}, path)'''
+
+
+def _take_inputs(kinds: Mapping[str, str], model: Model, fed: str) -> tuple[list[str], dict[str, str]]:
+    """Return statements that read the inputs of a model, and the expressions of all inputs.
+
+    `kinds` has the key of the state for each name in it.
+    """
+    types, lines, expressions = types_of(model), [], {}
     own = variables(name for name in types if name not in kinds)
     for name, dtype in types.items():
         if name in kinds:
@@ -81,7 +124,7 @@ def _take_inputs(parts: TrainingParts, model: Model, fed: str) -> tuple[list[str
 def _loss(parts: TrainingParts, printer: GraphPrinter) -> str:
     model, contract = parts.forward()
     assert contract.loss is not None
-    taken, expressions = _take_inputs(parts, model, "batch")
+    taken, expressions = _take_inputs(parts.kinds, model, "batch")
     keys = parts.kinds
     stores = {output: f"{keys[name]}[{quote(name)}]" for name, output in contract.update.items()}
     lines, results = printer.body(model, expressions, stores)
@@ -100,7 +143,7 @@ def _loss(parts: TrainingParts, printer: GraphPrinter) -> str:
 
 def _apply(parts: TrainingParts, printer: GraphPrinter) -> str:
     model = parts.inference()
-    taken, expressions = _take_inputs(parts, model, "inputs")
+    taken, expressions = _take_inputs(parts.kinds, model, "inputs")
     lines, results = printer.body(model, expressions)
     body = ['params = state["params"]', *taken, *lines, f"return {{{pairs(results)}}}"]
     return _function("apply(state, inputs)", "Return the outputs of the model, in inference mode.", body)

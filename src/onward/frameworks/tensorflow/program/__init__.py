@@ -43,7 +43,7 @@ def write(model: Model, path: Path) -> list[Path]:
         except tf.errors.OpError as error:  # TensorFlow's form of an error of the system
             raise OSError(first_line(error)) from error
         plain = of_one_opset(model)
-        if trial := step_trial(plain, index := step_of(plain)):
+        if model.steps and (trial := step_trial(plain, index := step_of(plain))):
             order = contract_of(lower_for_framework(plain, index, "step")).batch  # of the arguments of `train_step`
             trial = dataclasses.replace(trial, batch={name: trial.batch[name] for name in order})
             trial.run(trial_script.__file__, folder)

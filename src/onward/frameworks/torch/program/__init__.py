@@ -54,7 +54,8 @@ def _read_state_file(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
     problems = Problems(f"the state of `{path}`")
     compare(problems, state["module"], expected["module"])
     problems.refuse()
-    _refuse(path, _optimizer_problems(state, expected))
+    if "optimizer" in expected:
+        _refuse(path, _optimizer_problems(state, expected))
     return state
 
 
@@ -158,20 +159,25 @@ def _tensor_problems(tensor: torch.Tensor, name: str) -> Iterator[str]:
 
 
 def write(model: Model, path: Path) -> list[Path]:
-    """Write the state to `path` and the program that makes the run beside it; return both paths."""
-    live, program = to_torch(model), program_beside(path)
+    """Write the state to `path` and the program that makes the run, or the module, beside it; return both paths."""
+    objects, program = to_torch(model), program_beside(path)
+    live = objects if model.steps else (objects, None, None, None)
     source = write_program(model, live, path.name)
     state = io.BytesIO()
     torch.save(state_of(source, live), state)
     with replacing(path.parent, path) as folder:
         (folder / path.name).write_bytes(state.getvalue())
         (folder / program.name).write_text(source.text, encoding="utf-8")
-        try_files(folder / program.name, folder / path.name, live.module, model)
+        try_files(folder / program.name, folder / path.name, live[0], model)
     return [path, program]
 
 
 def restore(path: Path, like: Model) -> Model:
     """Return the training model `like` with the state of a file."""
+    if not like.steps:
+        module = to_torch(like, probe=False)
+        module.load_state_dict(_read_state_file(path, {"module": module.state_dict()})["module"])
+        return with_state(like, module.arrays(), str(path))
     run, live = from_training_model(like), to_torch(like, probe=False)
     names = {id(parameter): name for name, parameter in live.module.parameters_by_name().items()}
     every = updates_per_step(run)

@@ -158,13 +158,19 @@ class Writing(Live):
         return flat.reshape([*x.shape[:axis], *indices.shape, *x.shape[axis + 1 :]])
 
     def _pad(self, by_numbers: Function, x: Any, pads: Any, value: Any = None, axes: Any = None, *, mode: str) -> Any:
-        if mode != "constant" or not (value is None or isinstance(value, np.ndarray)):
-            return by_numbers(x, pads, value, axes, mode=mode)
+        if isinstance(value, torch.Tensor) and (constant := self.recorder.known[id(value)].array) is not None:
+            value = constant
         along = range(x.ndim) if axes is None else [axis % x.ndim for axis in axes.tolist()]
         amounts = dict(zip(along, zip(*np.reshape(pads, (2, -1)).tolist(), strict=True), strict=True))
         outermost = min((axis for axis, pair in amounts.items() if any(pair)), default=x.ndim)
         flat = [amount for axis in range(x.ndim - 1, outermost - 1, -1) for amount in amounts.get(axis, (0, 0))]
-        named = {} if value is None or not value.item() else {"value": value.item()}
+        is_plain = value is None or isinstance(value, np.ndarray)
+        if mode != "constant":  # which PyTorch has for one to three axes, after one or two others
+            is_plain = x.ndim - outermost in (1, 2, 3) and outermost in (1, 2) and all(pad >= 0 for pad in flat)
+        if not is_plain:
+            return by_numbers(x, pads, value, axes, mode=mode)
+        named: dict[str, Any] = {} if mode == "constant" else {"mode": _PAD_MODES[mode]}
+        named |= {"value": value.item()} if mode == "constant" and value is not None and value.item() else {}
         with torch._C.DisableTorchFunction():  # `F.pad` itself fails on symbols
             padded = x.new_empty([size + sum(amounts.get(axis, (0, 0))) for axis, size in enumerate(x.shape)])
         return self.recorder.imagine("torch.nn.functional.pad", [x, tuple(flat)], named, padded, F.pad)
@@ -199,6 +205,9 @@ class Writing(Live):
         arguments = [x, mean, variance, scale, bias]
         named = {"momentum": torch_momentum(momentum), "eps": epsilon}
         return self.recorder.imagine(f"nn.BatchNorm:{self.statistics}", arguments, named, _like(x))
+
+
+_PAD_MODES = {"reflect": "reflect", "edge": "replicate", "wrap": "circular"}
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:

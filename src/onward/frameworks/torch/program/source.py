@@ -52,9 +52,13 @@ class Source:
 
 
 def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
-    """Return the program of a run with these PyTorch objects. `file` is the name of its state file."""
+    """Return the program of a run, or of a module alone. `file` is the name of its state file."""
     module, optimizer, scheduler, loss = live
     program, model = _model(module)
+    if optimizer is None:
+        functions = [_load_module(bool(model.constants)), _save_module(bool(model.constants))]
+        loop = [f"module = load({quote(file)})", f"module({', '.join(argument_names(program))})"]
+        return _assemble(model, Definitions(), functions, ["A model, written by Onward.", "", *indent(loop), ""])
     definitions = Definitions()
     functions = [
         definitions.clip(optimizer),
@@ -69,18 +73,23 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     functions.append(["def make_loss() -> nn.Module:", f"    return {definitions.loss(loss)}"])
     functions.append(_load(scheduler is not None, bool(model.constants)))
     functions.append(_save(scheduler is not None, bool(model.constants)))
+    terms = describe(training).steps[0].loss.terms
+    every = updates_per_step(from_training_model(training)) if scheduler is not None else 0
+    loop = indent(_loop(program, terms, every, quote(file)))
+    return _assemble(model, definitions, functions, ["A model and its training, written by Onward.", "", *loop, ""])
+
+
+def _assemble(model: ModelSource, definitions: Definitions, functions: list[list[str]], heading: list[str]) -> Source:
+    """Return the program of a class and of functions, with what they need."""
     own = SourceBundle(replaced=definitions.replaced)
     own.add(*model.helpers, *definitions.borrowed)
     sections = [model.text, *("\n".join(lines) for lines in functions if lines)]
     text = "\n\n\n".join([*own.texts(), *map(break_lines, sections)])
-    terms = describe(training).steps[0].loss.terms
-    every = updates_per_step(from_training_model(training)) if scheduler is not None else 0
-    loop = [f"    {line}" for line in _loop(program, terms, every, quote(file))]
-    heading = docstring("\n".join(["A model and its training, written by Onward.", "", *loop, ""]))
     used = {*own.imports(), *(line for use, line in _IMPORTS.items() if use in text)}
     used -= {"from torch import Tensor", "from torch import nn"}
     imports = arrange_imports([*used, "from __future__ import annotations", "from torch import Tensor, nn"])
-    return Source(audit_program(f"{heading}\n\n{imports}\n\n\n{text}\n", ["torch"]), model.constants)
+    whole = f"{docstring(chr(10).join(heading))}\n\n{imports}\n\n\n{text}\n"
+    return Source(audit_program(whole, ["torch"]), model.constants)
 
 
 def _model(module: OnnxModule) -> tuple[ForwardCalls, ModelSource]:
@@ -98,16 +107,15 @@ def _model(module: OnnxModule) -> tuple[ForwardCalls, ModelSource]:
 def state_of(source: Source, live: Any) -> dict[str, Any]:
     """Return the content of the state file."""
     module, optimizer, scheduler, _ = live
-    state = {
-        "module": module.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "scheduler": scheduler.state_dict() if scheduler is not None else None,
-    }
+    state = {"module": module.state_dict()}
+    if optimizer is not None:
+        state["optimizer"] = optimizer.state_dict()
+        state["scheduler"] = scheduler.state_dict() if scheduler is not None else None
     return {**state, **({"constants": source.constants} if source.constants else {})}
 
 
-def run_program(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRScheduler | None, nn.Module]:
-    """Execute a program with the state of live objects. Tracebacks show its lines."""
+def run_program(source: Source, live: Any) -> Any:
+    """Execute a program with the state of live objects, and return its own. Tracebacks show its lines."""
     name = f"<written by Onward, {id(source):x}>"
     linecache.cache[name] = len(source.text), None, source.text.splitlines(True), name
     namespace: dict[str, Any] = {"__name__": "written_by_onward"}
@@ -116,7 +124,7 @@ def run_program(source: Source, live: Any) -> tuple[nn.Module, Optimizer, LRSche
         torch.save(state_of(source, live), file)
         file.seek(0)
         objects = namespace["load"](file)
-    try_module(objects[0], live[0])
+    try_module(objects if live[1] is None else objects[0], live[0])
     return objects
 
 
@@ -157,8 +165,7 @@ def _load(scheduled: bool, constants: bool) -> list[str]:
         "state = torch.load(path, weights_only=True)",
         "module = Model()",
         'module.load_state_dict(state["module"])',
-        'for name, constant in state["constants"].items():' if constants else "",
-        "    module.get_buffer(name).copy_(constant)" if constants else "",
+        *(_LOAD_CONSTANTS if constants else ()),
         "optimizer = make_optimizer(module)",
         "scheduler = make_scheduler(optimizer)" if scheduled else "",
         'optimizer.load_state_dict(state["optimizer"])',
@@ -168,13 +175,44 @@ def _load(scheduled: bool, constants: bool) -> list[str]:
     return [f"def load(path: str) -> {result}:", *indent([line for line in lines if line])]
 
 
+def _load_module(constants: bool) -> list[str]:
+    lines = [
+        '"""Return the module in eval mode, with the state of a file."""',
+        "state = torch.load(path, weights_only=True)",
+        "module = Model()",
+        'module.load_state_dict(state["module"])',
+        *(_LOAD_CONSTANTS if constants else ()),
+        "return module.train(False)",
+    ]
+    return ["def load(path: str) -> Model:", *indent(lines)]
+
+
+def _save_module(constants: bool) -> list[str]:
+    lines = [
+        '"""Write the current state to a file."""',
+        'state = {"module": module.state_dict()}',
+        *(_SAVE_CONSTANTS if constants else ()),
+        "torch.save(state, path)",
+    ]
+    return ["def save(path: str, module: Model) -> None:", *indent(lines)]
+
+
+_LOAD_CONSTANTS = (
+    'for name, constant in state["constants"].items():',
+    "    module.get_buffer(name).copy_(constant)",
+)
+_SAVE_CONSTANTS = (
+    "persistent = module.state_dict()",
+    'state["constants"] = {n: x for n, x in module.named_buffers() if n not in persistent}',
+)
+
+
 def _save(scheduled: bool, constants: bool) -> list[str]:
     lines = [
         '"""Write the current state to a file."""',
         'state = {"module": module.state_dict(), "optimizer": optimizer.state_dict()}',
         'state["scheduler"] = scheduler.state_dict()' if scheduled else 'state["scheduler"] = None',
-        "persistent = module.state_dict()" if constants else "",
-        'state["constants"] = {n: x for n, x in module.named_buffers() if n not in persistent}' if constants else "",
+        *(_SAVE_CONSTANTS if constants else ()),
         "torch.save(state, path)",
     ]
     head = (

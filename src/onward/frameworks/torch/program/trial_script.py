@@ -43,7 +43,8 @@ def main(program: str, state: str, inputs: str, results: str, batch: str = "") -
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    model = module.load(state)[0]
+    loaded = module.load(state)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
     tensors = torch.load(inputs, weights_only=True)
     outputs: dict[str, torch.Tensor] = {}
     if tensors is not None:

@@ -1,0 +1,102 @@
+"""Inference models for frameworks: their trainable parameters, and a comparison with stock ONNX Runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from onward.agreement.inputs import example_inputs, generator
+from onward.agreement.steps import epsilon_in, types_in
+from onward.agreement.tolerance import Sides, Tolerance, gap
+from onward.engines import function
+from onward.errors import Error, MismatchError
+from onward.model import Model
+from onward.model.checks import check_signatures
+from onward.model.walk import is_random, nodes_of
+from onward.recipe.constants import expose
+from onward.recipe.trainable import candidates, judge
+from onward.recipe.training_mode import functions_to_inline
+from onward.standard import OLDEST_OPSET
+from onward.transform.bodies import lift_from_bodies, return_to_bodies
+from onward.transform.inline import inline
+from onward.transform.opset import of_one_opset
+from onward.transform.padding import write_padding
+
+Arrays = Mapping[str, np.ndarray]
+
+_SHAKE = 1e-6
+"""Relative perturbation of weights, as large as the rounding of float32 sums of many terms."""
+_SHAKES = 4
+_BEYOND_DOUBT = 10
+"""Outputs differ if they are this many times further apart than perturbed weights move them."""
+
+
+def open_parameters(model: Model) -> tuple[Model, list[str]]:
+    """Return a copy of an inference model with its parameters as initializers, and their names.
+
+    Parameters are what `prepare` would train for a loss of all outputs, wherever the file stores them.
+    """
+    model = of_one_opset(check_signatures(model).copy(), OLDEST_OPSET)
+    lifted = lift_from_bodies(model)
+    if hidden := functions_to_inline(model):
+        model = inline(model, hidden)
+    write_padding(model)
+    stored = dict(candidates(model.graph))
+    chosen = [choice.name for choice in judge(model, model.outputs) if choice.role == "parameter"]
+    parameters = [expose(model.graph, stored[name][0]).name or "" for name in chosen]
+    return_to_bodies(model, lifted - {*parameters})
+    return model, parameters
+
+
+def try_outputs(model: Model, compute: Callable[[dict[str, np.ndarray]], Arrays], framework: str) -> None:
+    """Compare outputs with those of stock ONNX Runtime, for generated inputs.
+
+    Nothing is compared if ONNX Runtime runs on none of them, or if the model draws random numbers.
+
+    Raises:
+        MismatchError: They differ by more than rounding moves them.
+    """
+    if any(map(is_random, nodes_of(model))):
+        return
+    for inputs, expected in _examples(model):
+        actual = compute(inputs)
+        hint = f"report the model; run it on an engine: `onward.engines.function(model, engine='{framework}')`"
+        tolerance = Tolerance(epsilon=epsilon_in(types_in(model)), equal_nan=True)
+        compare = Sides("that of ONNX Runtime", hint, tolerance)
+        tensors = {name: x for name, x in expected.items() if isinstance(x, np.ndarray) and x.dtype.kind in "biuf"}
+        try:
+            compare(actual, tensors)
+        except MismatchError:
+            moved = _moved(model, inputs, tensors)
+            compare(actual, {n: x for n, x in tensors.items() if not gap(actual[n], x) <= _BEYOND_DOUBT * moved[n]})
+        return
+
+
+def _examples(model: Model) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
+    """Yield generated inputs for which ONNX Runtime runs the model, and its outputs."""
+    try:
+        run = function(model, engine="onnxruntime", threads=1)
+        for inputs in example_inputs(model):
+            try:
+                yield inputs, run(inputs)
+            except Error:
+                continue
+    except Error:
+        return
+
+
+def _moved(model: Model, inputs: dict[str, np.ndarray], expected: Arrays) -> dict[str, float]:
+    """Return how far perturbed weights move each output."""
+    rng, moved = generator(0), dict.fromkeys(expected, 0.0)
+    for _ in range(_SHAKES):
+        shaken = model.copy()
+        for name, value in model.graph.initializers.items():
+            if value.const_value is not None and value.const_value.dtype.is_floating_point():
+                array = value.const_value.numpy()
+                factor = 1 + _SHAKE * rng.uniform(-1, 1, array.shape)
+                shaken.set(name, (array * factor).astype(array.dtype))
+        others = function(shaken, engine="onnxruntime", threads=1)(inputs)
+        moved = {name: max(moved[name], gap(others[name], array)) for name, array in expected.items()}
+    return moved
