@@ -38,6 +38,7 @@ def _formats() -> str:
     "onward convert checkpoint-500/ --like model.onnx --dry-run",
     "onward convert last.ckpt --module project.models:Classifier --inputs batch.npz -o run.onnx",
     "onward convert run.onnx --to hf -o checkpoint-600/",
+    "onward convert model.onnx --to torch -o model.py",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
     about=_formats,
     **options_from(MissingOptions),
@@ -83,12 +84,12 @@ def convert(
     as_json: options.Json = False,
     **stated: Any,
 ) -> None:
-    """Convert a checkpoint to a training model, or a training model to a checkpoint or program.
+    """Convert a checkpoint to a training model, or a model to a checkpoint or program.
 
     The run continues where it stopped: weights, optimizer, schedule, step. With `--like`, a
     checkpoint becomes a training model. With `--to`, a training model becomes a checkpoint, or a
-    program of a framework with its state, and a checkpoint becomes one of another format. Nothing
-    that is read is executed.
+    program of a framework with its state, and a checkpoint becomes one of another format. Other
+    models become programs without optimizer. Nothing that is read is executed.
 
     A program of PyTorch or Keras is a .py file beside a .pt or .keras file. For JAX and TensorFlow
     it is a folder. To convert back, pass the training model with `--like`: the state is loaded into

@@ -219,10 +219,13 @@ def to_keras(training: Source, *, step: int | None = None, probe: bool = True) -
         model = onward.to_keras("model.onnx")
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 
-    A training model becomes a `TrainingModel`. Its variables have the names of the tensors of the training model. Optimizer and loss are
-    Keras's own if these compute the same, else the graphs of the training model. An inference model
-    becomes a functional model of Keras's layers. `Operations` layers compute the nodes that no layer
-    computes; to load a saved model with one, import `onward.frameworks.keras` first.
+    A training model becomes a `TrainingModel`. Its variables have the names of the tensors of the
+    training model. Optimizer and loss are Keras's own if these compute the same, else the graphs of
+    the training model.
+
+    An inference model becomes a functional model of Keras's layers. `Operations` layers compute the
+    nodes that no layer computes; to load a saved model with one, import `onward.frameworks.keras`
+    first.
 
     - `training`: a training model, or an inference model
     - `step`: index of the step. A training model with several steps is refused, because a Keras
@@ -256,8 +259,9 @@ def _layers(model: Model, probe: bool) -> Any:
     names = [value.name or "" for value in model.outputs]
 
     def compute(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        results = keras_model([inputs[value.name or ""] for value in model.inputs], training=False)
-        return dict(zip(names, map(array_of, _as_list(results)), strict=True))
+        arrays = [inputs[value.name or ""] for value in model.inputs]
+        results = keras_model(arrays[0] if len(arrays) == 1 else arrays, training=False)
+        return dict(zip(names, map(keras.ops.convert_to_numpy, _as_list(results)), strict=True))
 
     if probe:
         try_outputs(model, compute, "keras")

@@ -238,13 +238,11 @@ def _embedding(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make | 
     table, indices = b.array(node.inputs[0]), node.inputs[1]
     if table is None or table.ndim != 2 or named["axis"] % 2 or not b.is_tensor(indices) or not _is_float(node):
         return None
-    if (rank_of(indices) or 0) < 1 or node.inputs[0].name not in b.parameters:  # type: ignore[union-attr]
+    if not rank_of(indices):
         return None
     options = {"input_dim": table.shape[0], "output_dim": table.shape[1]}
     assert indices is not None
-    return lambda: b.put(
-        node.outputs[0], b.apply(keras.layers.Embedding, node, b.get(indices), [table], **options)
-    )
+    return lambda: b.put(node.outputs[0], b.apply(keras.layers.Embedding, node, b.get(indices), [table], **options))
 
 
 @row("Resize")
@@ -257,9 +255,7 @@ def _upsampling(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make |
     if named.get("axes") or any(scale < 1 or scale != round(scale) for scale in scales) or any(scales[:2] != 1):
         return None
     size = int(scales[2]), int(scales[3])
-    return lambda: b.put(
-        node.outputs[0], b.apply(keras.layers.UpSampling2D, node, b.get(x, "last"), size=size), "last"
-    )
+    return lambda: b.put(node.outputs[0], b.apply(keras.layers.UpSampling2D, node, b.get(x, "last"), size=size), "last")
 
 
 # ---- matmuls ---------------------------------------------------------------------------------------------------------
@@ -348,7 +344,7 @@ def _convolution(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make 
     is_depthwise = groups > 1 and kernel.shape[1] == 1 and groups == _channels(x)
     if groups > 1 and (not is_depthwise or rank not in _DEPTHWISE or len(set(strides)) > 1):
         return None  # TensorFlow has no derivative of grouped convolutions on the CPU
-    common = {"kernel_size": kernel.shape[2:], "strides": strides, "dilation_rate": dilations}
+    common: dict[str, Any] = {"kernel_size": kernel.shape[2:], "strides": strides, "dilation_rate": dilations}
     common |= {"use_bias": bias is not None, "padding": "same" if is_same else "valid"}
 
     def make() -> None:
@@ -384,7 +380,7 @@ def _transposed_convolution(b: LayerBuilder, node: ir.Node, named: dict[str, Any
         return None
     if any(size < stride for size, stride in zip(kernel.shape[2:], strides, strict=True)):
         return None  # Keras's result is longer then
-    options = {"filters": kernel.shape[1], "kernel_size": kernel.shape[2:], "strides": strides}
+    options: dict[str, Any] = {"filters": kernel.shape[1], "kernel_size": kernel.shape[2:], "strides": strides}
 
     def make() -> None:
         weights = [np.moveaxis(kernel, (0, 1), (-1, -2)), *([] if bias is None else [bias])]
@@ -417,11 +413,9 @@ def _layer_normalization(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) 
         return None
     if scale.ndim != 1 or (len(node.inputs) > 2 and (bias is None or bias.shape != scale.shape)):
         return None
-    options = {"epsilon": float(named["epsilon"]), "center": bias is not None}
+    options: dict[str, Any] = {"epsilon": float(named["epsilon"]), "center": bias is not None}
     weights = [scale, *([] if bias is None else [bias])]
-    return lambda: b.put(
-        node.outputs[0], b.apply(keras.layers.LayerNormalization, node, b.get(x), weights, **options)
-    )
+    return lambda: b.put(node.outputs[0], b.apply(keras.layers.LayerNormalization, node, b.get(x), weights, **options))
 
 
 @row("MaxPool", "AveragePool")
@@ -440,7 +434,7 @@ def _pool(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make | None:
         return None
     if is_same and not is_max and named["count_include_pad"]:
         return None
-    options = {"pool_size": window, "strides": strides, "padding": "same" if is_same else "valid"}
+    options: dict[str, Any] = {"pool_size": window, "strides": strides, "padding": "same" if is_same else "valid"}
 
     def make() -> None:
         tensor = b.get(x, "last") if pads is None else _padded(b, node, b.get(x, "last"), pads)

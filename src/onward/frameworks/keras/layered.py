@@ -35,22 +35,26 @@ class Operations(keras.layers.Layer):  # type: ignore[misc]
 
     def __init__(self, graph: str, trained: Sequence[str] = (), **options: Any):
         super().__init__(**{"autocast": False, **options})
-        self._graph, self._trained = graph, list(trained)
+        self._graph, self.trained = graph, list(trained)
         self.model = load(base64.b64decode(graph))
         self.weights_by_name = {
             name: self._weight(name, value.const_value.numpy())
             for name, value in self.model.graph.initializers.items()
-            if value.const_value is not None and (name in self._trained or _is_weight(value))
+            if value.const_value is not None and (name in self.trained or _is_weight(value))
         }
-        opened = self.model.copy()
-        open_initializers(opened.graph, self.weights_by_name)
-        self._execute = Executable(opened)
+        self._execute = Executable(self.opened())
 
     def _weight(self, name: str, array: np.ndarray) -> Any:
-        options = {"shape": array.shape, "dtype": available(str(array.dtype)), "trainable": name in self._trained}
+        options = {"shape": array.shape, "dtype": available(str(array.dtype)), "trainable": name in self.trained}
         weight = self.add_weight(name=identifier(name), initializer="zeros", **options)
         weight.assign(array)
         return weight
+
+    def opened(self) -> Model:
+        """Return the graph with the weights as inputs."""
+        model = self.model.copy()
+        open_initializers(model.graph, self.weights_by_name)
+        return model
 
     def call(self, inputs: Any) -> Any:
         names = (value.name or "" for value in self.model.inputs)
@@ -60,7 +64,7 @@ class Operations(keras.layers.Layer):  # type: ignore[misc]
         return results[0] if len(results) == 1 else results
 
     def get_config(self) -> dict[str, Any]:
-        return {**super().get_config(), "graph": self._graph, "trained": self._trained}
+        return {**super().get_config(), "graph": self._graph, "trained": self.trained}
 
 
 def _is_weight(value: ir.Value) -> bool:
@@ -100,12 +104,12 @@ class LayerBuilder:
             inputs.append(keras.Input(batch_shape=sizes, dtype=value.dtype.numpy().name, name=name))
             self._tensors[value] = {"first": inputs[-1]}
         for value in self._tied:
-            self._put_weight(value, inputs[0])
+            self._put_weight(value)
         for step in self._plan():
             step()
         outputs = [self.get(value) for value in self.model.graph.outputs]
         name = self._names.like(self.model.graph.name or "model")
-        return keras.Model(inputs, outputs[0] if len(outputs) == 1 else outputs, name=name)
+        return keras.Model(*(x[0] if len(x) == 1 else x for x in (inputs, outputs)), name=name)
 
     def _plan(self) -> Iterator[Make]:
         """Yield functions that create the layers, in order."""
@@ -170,7 +174,7 @@ class LayerBuilder:
 
     def apply(self, kind: Any, node: ir.Node, tensors: Any, weights: Sequence[Any] = (), **options: Any) -> Any:
         """Return the result of a layer, the same for nodes that read the same weights."""
-        key = (kind, str(options), *node.inputs[1:]) if weights else None
+        key = (kind, str(options), *_constants(node)) if weights else None
         if key in self._layers:
             return self._layers[key](tensors)
         name = self._names.like(node.name or node.op_type)
@@ -185,20 +189,21 @@ class LayerBuilder:
     def _is_tied(self, value: ir.Value) -> bool:
         """True if nodes read a parameter that cannot share a layer."""
         readers = {use.node for use in value.uses()}
-        calls = {(node.op_type, str(attributes(node, self.opset)), *node.inputs[1:]) for node in readers}
+        calls = {(node.op_type, str(attributes(node, self.opset)), *_constants(node)) for node in readers}
         return len(readers) > 1 and (len(calls) > 1 or next(iter(readers)).op_type not in SHARED)
 
-    def _put_weight(self, value: ir.Value, like: Any) -> None:
+    def _put_weight(self, value: ir.Value) -> None:
         """Create a layer that has a tied parameter and returns it, whatever its input is."""
+        first = self.model.inputs[0]
         graph = ir.Graph([], [], nodes=[], name="weight", opset_imports={"": self.opset})
         weight = ir.Value(name=value.name, type=value.type, shape=value.shape, const_value=value.const_value)
         graph.register_initializer(weight)
-        graph.inputs.append(ir.Value(name="input", type=ir.TensorType(ir.DataType.FLOAT)))
+        graph.inputs.append(ir.Value(name="input", type=first.type, shape=first.shape))
         node = ir.node("Identity", [weight])
         node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "output", value.type, value.shape
         graph.append(node)
         graph.outputs.append(node.outputs[0])
-        self.put(value, self._operations_layer(model_of(graph), value.name or "weight")([like]))
+        self.put(value, self._operations_layer(model_of(graph), value.name or "weight")([self.get(first)]))
 
     # ---- layers ------------------------------------------------------------------------------------------------------
 
@@ -235,7 +240,7 @@ class LayerBuilder:
             if value in self._computed and node is not None and node not in inside:
                 inside.add(node)
                 pending += read_by(node)
-        read = [value for value in captured_values([n for n in self.model.graph if n in inside])]
+        read = captured_values([n for n in self.model.graph if n in inside])
         inputs = [value for value in read if value in self._tensors]
         results = [
             value
@@ -254,6 +259,10 @@ class LayerBuilder:
         trained = [name for name in model.graph.initializers if name in self.parameters]
         graph = base64.b64encode(model.to_proto().SerializeToString()).decode()
         return Operations(graph, trained, name=self._names.like(name))
+
+
+def _constants(node: ir.Node) -> list[ir.Value | None]:
+    return [value for value in node.inputs if value is None or constant_tensor(value) is not None]
 
 
 def _components(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:

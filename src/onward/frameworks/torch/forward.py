@@ -56,10 +56,10 @@ def to_torch(
         module, optimizer, scheduler, loss = onward.to_torch("training.onnx")
         module = onward.to_torch("model.onnx")
 
-    A training model becomes a `TorchTraining`. Use its objects in an ordinary training loop. The scheduler steps after the optimizer, once per epoch if
-    it counts epochs. If the training model clips gradients, the step of the optimizer does. A module
-    with several outputs returns them by name, with inner values that the loss reads:
-    `loss(module(x), y)`.
+    A training model becomes a `TorchTraining`. Use its objects in an ordinary training loop. The
+    scheduler steps after the optimizer, once per epoch if it counts epochs. If the training model
+    clips gradients, the step of the optimizer does. A module with several outputs returns them by
+    name, with inner values that the loss reads: `loss(module(x), y)`.
 
     An inference model becomes an `nn.Module` in eval mode, with its weights as parameters. Train it
     with any loss and optimizer of PyTorch.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from onward.errors import InvalidModelError
 from onward.engines.jax import Jax
+from onward.errors import InvalidModelError
 from onward.frameworks.inference import try_outputs
 from onward.frameworks.jax.forward import TrainingParts, open_inference
 from onward.frameworks.jax.program import trial_script

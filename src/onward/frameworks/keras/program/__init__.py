@@ -19,10 +19,12 @@ from onward.agreement.steps import epsilon_in, types_in
 from onward.agreement.tolerance import Sides, Tolerance
 from onward.engines.framework_engine import array_function
 from onward.engines.keras.types import available
-from onward.errors import Error
+from onward.errors import Error, UnsupportedError
+from onward.frameworks.inference import try_outputs
 from onward.frameworks.keras.forward import GraphOptimizer, TrainingModel, to_keras
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.frameworks.keras.program import trial_script
+from onward.frameworks.keras.program.layer_source import LayerClass, write_layers
 from onward.frameworks.keras.program.source import Source, write_program
 from onward.frameworks.program.source_text import program_beside
 from onward.frameworks.program.trial import step_trial, try_out
@@ -40,7 +42,9 @@ from onward.transform.declare import require_shapes
 
 
 def write(model: Model, path: Path) -> list[Path]:
-    """Write the run to `path` and the module with its classes; return both paths."""
+    """Write the run, or the model, to `path` and the module with its classes; return both paths."""
+    if not model.steps:
+        return _write_layers(model, path)
     require_shapes(model, step_of(model), "a program of Keras")
     live, program = to_keras(model), program_beside(path)
     source = write_program(model, live, program.stem, path.name)
@@ -51,8 +55,70 @@ def write(model: Model, path: Path) -> list[Path]:
     return [path, program]
 
 
+def _write_layers(model: Model, path: Path) -> list[Path]:
+    live, program = to_keras(model), program_beside(path)
+    text, classes = write_layers(live, program.stem, path.name)
+    with replacing(path.parent, path) as folder:
+        (folder / program.name).write_text(text, encoding="utf-8")
+        _with_classes(live, program.stem, classes).save(folder / path.name)
+        names = [value.name or "" for value in model.outputs]
+
+        def compute(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            with tempfile.TemporaryDirectory() as directory:
+                examples, results = Path(directory, "examples.npz"), Path(directory, "results.npz")
+                arrays = [inputs[value.name or ""] for value in model.inputs]
+                np.savez(examples, **{str(i): array for i, array in enumerate(arrays)})  # type: ignore[arg-type]
+                environment = {"KERAS_BACKEND": keras.backend.backend()}
+                files = folder / program.name, folder / path.name, examples, results
+                if not try_out(trial_script.__file__, *files, environment=environment):
+                    return {}
+                with np.load(results) as stored:
+                    return {name: stored[str(i)] for i, name in enumerate(names)}
+
+        try_outputs(model, compute, "keras")
+    return [path, program]
+
+
+def _with_classes(live: Any, package: str, classes: Mapping[str, LayerClass]) -> Any:
+    """Return a copy of a functional model in which `Operations` layers are of the classes of a program."""
+
+    def clone(layer: Any) -> Any:
+        if layer.name not in classes:
+            return layer.__class__.from_config(layer.get_config())
+        variables = classes[layer.name].variables
+
+        def initialize(self: Any, **options: Any) -> None:
+            keras.layers.Layer.__init__(self, **options)
+            for attribute, array, trainable in variables.values():
+                options = {"shape": array.shape, "dtype": available(str(array.dtype)), "trainable": trainable}
+                setattr(self, attribute, self.add_weight(name=attribute, initializer="zeros", **options))
+            self.built = True
+
+        def call(self: Any, inputs: Any) -> Any:
+            return layer.call(inputs)
+
+        layer_class = type(classes[layer.name].name, (keras.layers.Layer,), {"__init__": initialize, "call": call})
+        layer_class = keras.saving.register_keras_serializable(package=package)(layer_class)
+        return layer_class(name=layer.name, autocast=False)
+
+    copy = keras.models.clone_model(live, clone_function=clone)
+    for layer in live.layers:
+        if layer.name in classes:
+            own = copy.get_layer(layer.name)
+            for attribute, array, _ in classes[layer.name].variables.values():
+                getattr(own, attribute).assign(array)
+        else:
+            copy.get_layer(layer.name).set_weights(layer.get_weights())
+    return copy
+
+
 def restore(path: Path, like: Model) -> Model:
     """Return the training model `like` with the state of a file, which is not executed."""
+    if not like.steps:
+        raise UnsupportedError(
+            "the layers of a Keras model have their own names and layouts",
+            hint="load the model, compile it and convert it: `onward.from_keras(model)`",
+        )
     live = to_keras(like)
     variables = sorted(live.variables_by_name.values(), key=lambda variable: not variable.trainable)
     groups = {"vars": variables, "optimizer/vars": live.optimizer.variables}

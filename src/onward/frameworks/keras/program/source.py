@@ -76,24 +76,11 @@ class _Writer:
         passes = self._passes()
         optimizer = self._optimizer() if isinstance(self._live.optimizer, GraphOptimizer) else []
         model = [*self._heading(), *passes]
-        body = "\n".join([*model, *optimizer])
-        helpers = [f for f in (available, as_single, fit_target, plain_name) if f"{f.__name__}(" in body]
-        own = SourceBundle()
-        own.add(*helpers, *self._used.values())
-        imports = ["from __future__ import annotations", "import keras", "from keras import ops", *own.imports()]
-        imports += ["import math"] if "math." in body else []
-        blocks = [
-            self._docstring(),
-            arrange_imports(imports),
-            *(f"\n{text}" for text in own.texts()),
-            "\n" + break_lines("\n".join(model)),
-            *(["\n" + break_lines("\n".join(optimizer))] if optimizer else []),
-        ]
-        text = audit_program("\n\n".join(blocks) + "\n", ["keras"])
+        text = program_text(self._docstring(), [model, optimizer], self._used.values())
         return Source(text, self._package, self._class_name, self._variables(), self._slots())
 
     def _docstring(self) -> str:
-        return docstring(
+        return (
             "Run of Keras, written by Onward. Needs only Keras, on any backend.\n\n"
             f"    import keras\n    import {self._package}\n\n"
             f"    loaded = keras.models.load_model({quote(self._file)})\n"
@@ -103,25 +90,7 @@ class _Writer:
     def _heading(self) -> list[str]:
         names = list(self._live.variables_by_name)
         variables = dict(zip([*names, *self._constants], self._variables(), strict=True))
-        return [
-            f'@keras.saving.register_keras_serializable(package="{self._package}")',
-            f"class {self._class_name}(keras.Model):",
-            "    def __init__(self, **options):",
-            "        super().__init__(**options)",
-            "        self.params = {",
-            *(f"            {quote(name)}: self._weight({_weight(quote(name), variables[name])})," for name in names),
-            "        }",
-            *(
-                f"        self.{name} = self._weight({_weight(quote(name), variables[name])})"
-                for name in self._constants
-            ),
-            "        self.built = True",
-            "",
-            '    def _weight(self, name, shape, dtype="float32", trainable=False):',
-            "        options = dict(shape=shape, dtype=available(dtype), trainable=trainable)",
-            '        return self.add_weight(name=plain_name(name), initializer="zeros", **options)',
-            "",
-        ]
+        return class_heading(self._package, f"{self._class_name}(keras.Model)", names, variables)
 
     def _variables(self) -> list[Variable]:
         variables = self._live.variables_by_name.items()
@@ -260,6 +229,40 @@ class _Writer:
             "    def apply(self, grads, trainable_variables=None):",
             *_indent(apply),
         ]
+
+
+def class_heading(package: str, head: str, names: Sequence[str], variables: Mapping[str, Variable]) -> list[str]:
+    """Return the begin of a class with these variables: those in `names` in `params`, others as attributes."""
+    constants = [name for name in variables if name not in names]
+    return [
+        f'@keras.saving.register_keras_serializable(package="{package}")',
+        f"class {head}:",
+        "    def __init__(self, **options):",
+        "        super().__init__(**options)",
+        "        self.params = {",
+        *(f"            {quote(name)}: self._weight({_weight(quote(name), variables[name])})," for name in names),
+        "        }",
+        *(f"        self.{name} = self._weight({_weight(quote(name), variables[name])})" for name in constants),
+        "        self.built = True",
+        "",
+        '    def _weight(self, name, shape, dtype="float32", trainable=False):',
+        "        options = dict(shape=shape, dtype=available(dtype), trainable=trainable)",
+        '        return self.add_weight(name=plain_name(name), initializer="zeros", **options)',
+        "",
+    ]
+
+
+def program_text(heading: str, blocks: Sequence[Sequence[str]], used: Iterable[Function]) -> str:
+    """Return the program of these blocks of lines, with the functions that they call."""
+    body = "\n".join("\n".join(block) for block in blocks)
+    helpers = [f for f in (available, as_single, fit_target, plain_name) if f"{f.__name__}(" in body]
+    own = SourceBundle()
+    own.add(*helpers, *used)
+    imports = ["from __future__ import annotations", "import keras", "from keras import ops", *own.imports()]
+    imports += ["import math"] if "math." in body else []
+    texts = [*own.texts(), *(break_lines("\n".join(block)) for block in blocks if block)]
+    parts = [docstring(heading), arrange_imports(imports), *(f"\n{text}" for text in texts)]
+    return audit_program("\n\n".join(parts) + "\n", ["keras"])
 
 
 def _by_parameter(

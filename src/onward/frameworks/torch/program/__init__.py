@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onward.errors import InvalidModelError, first_line
+from onward.errors import InvalidModelError, UnsupportedError, first_line
 from onward.frameworks.program.source_text import program_beside
 from onward.frameworks.run_files import compare, with_state
 from onward.frameworks.torch import TorchTraining, to_torch
@@ -49,6 +49,10 @@ def _read_state_file(path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or not expected.keys() <= content.keys():
         raise InvalidModelError(f"`{path}` does not hold a module, an optimizer and a scheduler", hint=_HINT)
+    if "optimizer" in content and "optimizer" not in expected:
+        raise UnsupportedError(
+            f"`{path}` holds a run, and this is an inference model", hint="give its training model: `--like run.onnx`"
+        )
     state = {key: content[key] for key in expected}
     _refuse(path, _module_problems(state["module"]))
     problems = Problems(f"the state of `{path}`")

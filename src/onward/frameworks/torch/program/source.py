@@ -9,9 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from onward.errors import UnsupportedError
 from onward.frameworks.program.audit import audit_program
