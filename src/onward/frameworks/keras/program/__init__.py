@@ -24,8 +24,7 @@ from onward.frameworks.inference import try_outputs
 from onward.frameworks.keras.forward import GraphOptimizer, TrainingModel, to_keras
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.frameworks.keras.program import trial_script
-from onward.frameworks.keras.program.layer_source import LayerClass, write_layers
-from onward.frameworks.keras.program.source import Source, write_program
+from onward.frameworks.keras.program.source import LayerClass, Source, write_layers, write_program
 from onward.frameworks.program.source_text import program_beside
 from onward.frameworks.program.trial import step_trial, try_out
 from onward.frameworks.run_files import OTHER, with_state
