@@ -23,6 +23,8 @@ FORMS = {
     for kind in (INT8, UINT8)
     for per_channel in (False, True)
 }
+FLOATS = ["cb", "b"]
+"""Weights that dynamic quantisation leaves as floats."""
 QDQ = [name for name in FORMS if name.startswith("QDQ")]
 
 
@@ -67,7 +69,7 @@ def steps(model, engine, count=5, **options):
 def test_the_form_comes_back(quantised, form):
     """With other integers, which compute what training has computed last."""
     proto = quantised[form]
-    model = onward.prepare(proto, loss="mse", optimizer="sgd:lr=0.05")
+    model = onward.prepare(proto, loss="mse", optimizer="sgd:lr=0.05", trainable=FLOATS if form == "dynamic" else None)
     assert not onward.check(model.to_proto())
     losses, updated, loss = steps(model, "onnxruntime", threads=1)
     assert losses == sorted(losses, reverse=True)
@@ -87,7 +89,8 @@ def test_the_form_comes_back(quantised, form):
 )
 def test_engines_agree(quantised, form, engine):
     """Frameworks' own derivatives of rounding are zero: gradients are those of the rules."""
-    model = onward.prepare(quantised[form], loss="mse", optimizer="sgd:lr=0.05")
+    trainable = FLOATS if form == "dynamic" else None
+    model = onward.prepare(quantised[form], loss="mse", optimizer="sgd:lr=0.05", trainable=trainable)
     options = {} if engine == "numpy" else {"compile": False}
     expected, *_ = steps(model, "onnxruntime", 3, threads=1)
     found, *_ = steps(model, engine, 3, **options)
@@ -95,10 +98,68 @@ def test_engines_agree(quantised, form, engine):
 
 
 def test_integers_that_operators_take_are_not_trained(quantised):
-    for form in set(FORMS) - set(QDQ):
-        with pytest.raises(RecipeError, match=r"nothing is left to train: .* a setting of QLinearConv") as raised:
+    for form in set(FORMS) - set(QDQ) | {"dynamic"}:
+        with pytest.raises(RecipeError, match=r"the weights of 2 operators are integers: `.*(QLinear|Integer)") as raised:
             onward.prepare(quantised[form], loss="mse")
-        assert "QDQ" in raised.value.hint
+        assert "--dequantize" in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    "form", ["QDQ QInt8 per channel", "QOperator QUInt8", "QOperator QInt8 per channel", "dynamic"]
+)
+def test_dequantized(quantised, form):
+    """The float model computes what the quantised one does but for rounding, and learns like any other."""
+    with pytest.warns(UserWarning, match="tensors of integers are float weights now"):
+        model = onward.prepare(quantised[form], loss="mse", optimizer="sgd:lr=0.05", dequantize=True)
+    assert sorted(model.step().differentiated()) == ["b", "cb", "cw", "w"]
+    result = onward.transform.strip(model).to_proto()
+    assert not [node for node in result.graph.node if "Quantize" in node.op_type or "Integer" in node.op_type]
+    inside = {"x": X * 0.5}  # the ranges were measured on X
+    (expected,), (actual,) = (on_onnxruntime(proto, inside) for proto in (quantised[form], result))
+    assert np.abs(actual - expected).max() < 0.02 * np.ptp(expected)
+    losses, updated, _ = steps(model, "onnxruntime", threads=1)
+    assert losses == sorted(losses, reverse=True)
+    assert written(in_form_of(onward.load(quantised[form]), updated).to_proto()) == written(result)
+
+
+def test_saturation_is_kept(quantised):
+    """Quantisers drop a Relu or Clip whose bounds are the ends of a range."""
+    form = "QOperator QUInt8"
+    with pytest.warns(UserWarning, match="dequantized"):
+        model = onward.transform.strip(onward.prepare(quantised[form], loss="mse", dequantize=True)).to_proto()
+    assert not [node for node in model.graph.node if node.op_type == "Relu"]
+    (expected,), (actual,) = (on_onnxruntime(proto, {"x": X * 3}) for proto in (quantised[form], model))
+    assert np.abs(actual - expected).max() < 0.03 * np.ptp(expected)
+
+
+def test_dequantized_recurrence(tmp_path):
+    """Of an embedding, an LSTM and a matmul, as ONNX Runtime quantises them dynamically."""
+    proto = parser.parse_model("""<ir_version: 8, opset_import: ["" : 17]>
+    g (int64[t,n] x) => (float[t,n,5] y) {
+      e = Gather(table, x)  h, last, cell = LSTM <hidden_size = 6, direction = "bidirectional"> (e, w, r, b)
+      t = Transpose <perm = [0, 2, 1, 3]> (h)  s = Constant <value = int64[3] {0, 0, 12}> ()  f = Reshape(t, s)
+      y = MatMul(f, m)
+    }""")
+    shapes = {"table": (20, 8), "w": (2, 24, 8), "r": (2, 24, 6), "b": (2, 48), "m": (12, 5)}
+    arrays = {name: RNG.uniform(-0.6, 0.6, shape).astype("f") for name, shape in shapes.items()}
+    proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    onnx.save(proto, tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx", weight_type=INT8)
+    quantized = onnx.load(tmp_path / "int8.onnx")
+    assert any(node.op_type == "DynamicQuantizeLSTM" for node in quantized.graph.node)
+    with pytest.warns(UserWarning, match="the model is dequantized: 4 tensors"):
+        model = onward.prepare(quantized, loss="mse", dequantize=True)
+    floats = {n: model.graph.initializers[n].const_value.numpy() for n in ("table", "w", "r", "m")}
+    for name, array in floats.items():
+        assert np.abs(array - arrays[name]).max() <= 1.3 / 255, name  # half a level, or a whole one for 7 bits
+    words = {"x": RNG.integers(0, 20, (7, 3))}
+    (expected,), (actual,) = (on_onnxruntime(p, words) for p in (quantized, onward.transform.strip(model).to_proto()))
+    assert np.abs(actual - expected).max() < 0.03 * np.ptp(expected)
+
+
+def test_only_quantized_models_are_dequantized():
+    with pytest.raises(RecipeError, match="the model is not quantized"):
+        onward.prepare(FLOAT, loss="mse", dequantize=True)
 
 
 def test_what_is_in_front_of_integers_has_its_gradient(quantised):
@@ -152,7 +213,7 @@ def test_pytorch_goes_straight_through_pairs_and_nothing_else(quantised):
         carried.optimizer.step()
         found.append(loss.item())
     np.testing.assert_allclose(found, expected, rtol=1e-4)
-    dynamic = onward.prepare(quantised["dynamic"], loss="mse")
+    dynamic = onward.prepare(quantised["dynamic"], loss="mse", trainable=FLOATS)
     with pytest.raises(UnsupportedError, match="rounds to integers"):
         onward.to_torch(dynamic, probe=False)
 
@@ -160,6 +221,7 @@ def test_pytorch_goes_straight_through_pairs_and_nothing_else(quantised):
 @needs("jax")
 @pytest.mark.parametrize("form", ["QDQ QInt8", "dynamic"])
 def test_jax_does_not_see_through_rounding(quantised, form):
+    model = onward.prepare(quantised[form], loss="mse", trainable=FLOATS if form == "dynamic" else None)
     with pytest.raises(UnsupportedError, match="rounds to integers") as raised:
-        onward.to_jax(onward.prepare(quantised[form], loss="mse"), probe=False)
+        onward.to_jax(model, probe=False)
     assert "onward.engines.start" in raised.value.hint

@@ -77,7 +77,7 @@ class Recipe(Fields, StepOptions):
                 "the model already carries its training",
                 hint="strip it first (`onward strip`), or add a step with `append=True` (`--append`)",
             )
-        model = model.copy()
+        model = quantize.dequantize(of_one_opset(model, OLDEST_OPSET)) if self.dequantize else model.copy()
         lifted = lift_from_bodies(model)
         restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
@@ -103,6 +103,11 @@ class Recipe(Fields, StepOptions):
         watched = list(dict.fromkeys([*predictions, *students]))
         trainable, freeze = as_patterns(self.trainable), as_patterns(self.freeze) or ()
         patterns_of_roles = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
+        if trainable is None and self.lora is None and (stored := quantize.integer_weights(model.graph)):
+            raise RecipeError(
+                f"the weights of {len(stored)} operators are integers: {list_names(sorted({n.op_type for n in stored}), 4)}",
+                hint="train it as a float model: `dequantize=True` (`--dequantize`); `trainable` names others to train",
+            )
         selection = select(model, watched, trainable, freeze, patterns_of_roles)
         return_to_bodies(model, lifted - {value.name or "" for value in selection.parameters})
         is_quantized = any(RANGE_KEY in node.metadata_props for node in model.graph)

@@ -393,8 +393,6 @@ def _match(
 
 
 def _way_out(graph: ir.Graph) -> str:
-    if any(node.op_type.startswith(_QUANTIZED) for node in graph):
-        return "its weights are integers: train it before quantization, or quantize it in the format QDQ"
     if classical := {f"`{node.op_type}`" for node in graph if node.domain == ML_DOMAIN}:
         return f"of `{ML_DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
     return "`onward describe MODEL --params` says what each tensor is"

@@ -52,6 +52,8 @@ def in_form_of(original: Model, training: Model) -> Model:
     trained = strip(_put_averages(training))
     if any(Restored.from_fact(step.fact("train.exporter")).joined for step in training.steps):
         return trained  # the original graph has copies of trained tensors
+    if any((step.fact("train.recipe") or {}).get("dequantize") for step in training.steps):
+        return trained
     stored = stored_weights(training)
     updated = dict.fromkeys(name for step in training.steps for name in step.update)
     biases = stored_biases(training)

@@ -108,7 +108,7 @@ def stored_weights(model: Model) -> dict[str, str]:
 
 def quantize(node: ir.Node, floats: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
     """Return the result of a QuantizeLinear: rounded half to even, and saturated."""
-    scale, zero = (_spread(node, parameter, floats) for parameter in (scale, zero))
+    scale, zero = (spread(node, parameter, floats) for parameter in (scale, zero))
     dtype, levels = ir.DataType.from_numpy(zero.dtype), floats / scale
     if dtype.is_integer():
         levels = np.rint(levels) + zero.astype(np.float32)
@@ -116,7 +116,7 @@ def quantize(node: ir.Node, floats: np.ndarray, scale: np.ndarray, zero: np.ndar
     return (within.astype(np.int32) if dtype.is_integer() else within).astype(zero.dtype)
 
 
-def _spread(node: ir.Node, parameter: np.ndarray, floats: np.ndarray) -> np.ndarray:
+def spread(node: ir.Node, parameter: np.ndarray, floats: np.ndarray) -> np.ndarray:
     """Return a scale or zero point in a shape that broadcasts with its tensor."""
     if parameter.size == 1:
         return parameter.reshape(())

@@ -6,6 +6,7 @@ or state if observed or learned. `strip`, and what a run writes, hold the intege
 """
 
 from onward.recipe.quantize.add import add
+from onward.recipe.quantize.dequantize import dequantize, integer_weights
 from onward.recipe.quantize.ranges import calibrate, has_ranges, needs_calibration
 
-__all__ = ["add", "calibrate", "has_ranges", "needs_calibration"]
+__all__ = ["add", "calibrate", "dequantize", "has_ranges", "integer_weights", "needs_calibration"]
