@@ -74,6 +74,7 @@ OPENED.update((Loss, Optimizer, Schedule, Teacher, Preprocess, Data, Validation)
 
 Last = Literal["keep", "drop", "pad"]
 Variance = Literal["population", "sample"]
+BatchNorm = Literal["batch", "frozen"]
 BatchSize = Annotated[int, Range(least=1, most=2**31 - 1)]
 Strategy = Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "tensor", "tensor+fsdp"]
 Parallel = Literal["ddp", "fsdp", "hybrid", "tensor", "pipeline", "deepspeed"]
@@ -282,6 +283,12 @@ class RecipeOptions:
         "population",
         "KIND",
         "running variance of BatchNormalization: `population` as in ONNX, or `sample` as in PyTorch",
+    )
+    batch_norm: BatchNorm | None = _loss(
+        None,
+        "KIND",
+        "statistics of BatchNormalization in training: those of the `batch`, or `frozen` (default: `batch`; for runs "
+        "with the weights of an inference model and batches under 16, `frozen`)",
     )
     teacher: Teacher = _loss(
         None,

@@ -1,6 +1,7 @@
 """Transfer learning: new heads, low-rank adapters, parameters by role and distillation, against PyTorch."""
 
 import json
+import warnings
 
 import numpy as np
 import onnx
@@ -411,9 +412,31 @@ def test_an_adapter_for_another_model_is_refused(tmp_path):
             action(digits_mlp())
 
 
+def test_layers_to_adapt_by_default():
+    """Those of attention, else all that are larger than their adapters; the message names them."""
+    with pytest.warns(UserWarning, match="no layer is named after attention: adapters are on `fc1`, `fc2`"):
+        model = onward.lora.add(digits_mlp(), rank=2)
+    assert {adapter.module for adapter in adapters(model)} == {"fc1", "fc2"}
+    with pytest.warns(UserWarning, match="adapters are on `fc1`;"):  # those of fc2 would be larger than it
+        onward.lora.add(digits_mlp(), rank=9)
+    with pytest.warns(UserWarning, match="adapters are on `conv"):
+        onward.lora.add(small_cnn(), rank=1)
+    proto = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 18]>
+    g (float[n,8] x) => (float[n,8] y) { h = MatMul(x, a)  y = MatMul(h, b) }""")
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(np.eye(8, dtype="f"), name) for name in "ab")
+    named = onward.load(proto)
+    for node, name in zip(named.graph, ("/block/self_attn/q_proj/MatMul", "/block/mlp/MatMul"), strict=True):
+        node.name = name
+    named = onward.load(named.to_proto())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen = adapters(onward.lora.add(named))
+    assert [adapter.weight for adapter in chosen] == ["a"]
+
+
 def test_adapters_that_cannot_be_are_refused():
     with pytest.raises(onward.Error, match=r"`\*attn\*` matches no weight") as error:
-        onward.lora.add(digits_mlp())
+        onward.lora.add(digits_mlp(), targets="*attn*")
     assert "fc2, fc1" in error.value.hint
     with pytest.raises(onward.Error, match="already has an adapter"):
         onward.lora.add(onward.lora.add(digits_mlp(), targets="fc1"), targets="fc*")

@@ -25,6 +25,7 @@ from onward.recipe.exporter_notes import (
     restore,
     sources_of,
 )
+from onward.recipe.fixed_transforms import FIXED_TRANSFORM
 from onward.recipe.trainable import is_norm, judge
 from onward.run_state.reading import differentiated_values, is_statistics, number, texts, trained_parameters
 from onward.standard import is_standard
@@ -166,6 +167,9 @@ def exporter_remarks(model: Model, judged: Mapping[str, Verdict]) -> Iterator[st
             f"left out: {quantity(len(left_out), 'constant')} of the exporter, such as {list_names(left_out, 2)}; "
             "`trainable` (`--trainable`) can name them"
         )
+    if fixed := {name: reason for name, (_, reason) in judged.items() if reason.startswith(FIXED_TRANSFORM)}:
+        kinds = ", ".join(dict.fromkeys(reason.partition(": ")[2] for reason in fixed.values()))
+        yield f"left out as fixed: {list_names(list(fixed), 3)} ({kinds}); `trainable` (`--trainable`) can name them"
     trained = [name for name, (role, _) in judged.items() if role in ("trainable", "trained")]
     stored = [model.graph.initializers[name] for name in trained if name in model.graph.initializers]
     computed = {value.name or "": sources_of(value) for value in stored if is_computed(value)}

@@ -40,7 +40,13 @@ from onward.recipe.quantize import ranges
 from onward.recipe.spec import Spec, arguments
 from onward.recipe.step_builder import StepBuilder
 from onward.recipe.trainable import Selection, as_patterns, roles, select
-from onward.recipe.training_mode import bind_statistics, functions_to_inline, open_linear, training_forward
+from onward.recipe.training_mode import (
+    bind_statistics,
+    fix_statistics,
+    functions_to_inline,
+    open_linear,
+    training_forward,
+)
 from onward.recipe.update import UpdateBuilder
 from onward.standard import OLDEST_OPSET
 from onward.transform.bodies import lift_from_bodies, return_to_bodies
@@ -122,6 +128,8 @@ class Recipe(Fields, StepOptions):
         if varied or self.move_with_image is not None:
             augmentation = Augmentation(builder, entries, inputs, varied, self.move_with_image)
         changed = augmentation.changed if augmentation else {}
+        if self.batch_norm == "frozen":
+            fix_statistics(model.graph)
         trained = training_forward(builder, watched, selection.choices, self.variance, changed)
         loss: Expr | None = None
         if summands:

@@ -13,11 +13,12 @@ The rule, in order. Candidates are constants with a floating-point type: initial
    axes that fills a factor of a matmul or starts a loop (a first state), or a mask (with an
    infinity or a number below -10000) -> constant; except numbers that PyTorch's tracing exporter
    stores under a name of the module
-8. created by an exporter of PyTorch, judged by name and node -> constant
-9. everything else -> parameter
+8. a fixed transform by its numbers: a basis of sinusoids, a filter bank, positions -> constant
+9. created by an exporter of PyTorch, judged by name and node -> constant
+10. everything else -> parameter
 
 Patterns come last: `freeze` removes parameters, and `trainable` lists all that are trained and may
-name constants of rules 3, 4, 5, 7 and 8. Without `trainable`, a model with adapters trains only
+name constants of rules 3, 4, 5 and 7 to 9. Without `trainable`, a model with adapters trains only
 these and a new head.
 """
 
@@ -42,6 +43,7 @@ from onward.model.state import PREPROCESSING, ROLE_KEY, SLOT_KEY
 from onward.model.walk import nested_graphs, source_of
 from onward.recipe.constants import blocks, expose, normalizes_input, stored_shape
 from onward.recipe.exporter_notes import EXPORTER_CONSTANT, is_exporter_constant, is_held_in_trace, is_traced, origin
+from onward.recipe.fixed_transforms import FIXED_TRANSFORM, fixed_transform
 from onward.recipe.layers import find_head
 from onward.rules.quantization import stands_for_floats
 from onward.rules.registry import has_gradient
@@ -290,6 +292,8 @@ def _judge(
         return Choice(name, "constant", "part of a normalization of the input")
     if _is_mask(value, readers):
         return Choice(name, "constant", "a mask")
+    if transform := fixed_transform(value, readers):
+        return Choice(name, "constant", f"{FIXED_TRANSFORM}: {transform}")
     if source == "constant" or value in of_exporter:
         return Choice(name, "constant", EXPORTER_CONSTANT)
     return Choice(name, "parameter", hidden or f"read by {readers[0][0].op_type}" if readers else "read by the loss")

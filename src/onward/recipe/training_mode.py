@@ -31,7 +31,7 @@ from onward.rules.registry import make_rewrite
 from onward.standard import ML_DOMAIN, is_standard
 from onward.transform.context import Context
 from onward.transform.quantized import RANGE_KEY, STORED_KEY
-from onward.transform.training import ORIGIN_KEY, PART_KEY
+from onward.transform.training import FIXED_KEY, ORIGIN_KEY, PART_KEY
 
 SWITCHED = {"Dropout", "BatchNormalization"}
 """Operators that compute something else in training than in inference."""
@@ -91,7 +91,15 @@ def is_switchable(node: ir.Node, frozen: Collection[str]) -> bool:
     """True if training lets a BatchNormalization use the statistics of the batch."""
     if any(value is None or not value.is_initializer() for value in node.inputs[3:5]):
         return False  # computed statistics cannot be updated
-    return node.inputs[1] is None or node.inputs[1].name not in frozen
+    is_frozen = FIXED_KEY in node.metadata_props or (node.inputs[1] is not None and node.inputs[1].name in frozen)
+    return not is_frozen
+
+
+def fix_statistics(graph: ir.Graph) -> None:
+    """Let each BatchNormalization keep its statistics in training."""
+    for node in graph:
+        if node.op_type == "BatchNormalization" and is_switchable(node, ()):
+            node.metadata_props[FIXED_KEY] = "1"
 
 
 def _batch_normalization(

@@ -27,6 +27,7 @@ from onward.recipe.preprocessing.join import open_preprocessing
 from onward.recipe.preprocessing.pipeline import TEXT_INPUT, Pipeline, Raw, form_of, pipelines
 from onward.recipe.preprocessing.text import Vocabulary, tokenize, words_of
 from onward.recipe.spec import Spec, arguments, options_of
+from onward.recipe.training_mode import is_switchable
 from onward.run_state.reading import read_terms
 from onward.runtime.sessions import open_session
 from onward.standard import COMMON_OPSET, IR_VERSION
@@ -77,6 +78,9 @@ def prepare_training(
     model, size, notes = _for_batches(original, batch_size)
     preprocess, opened = with_vocabularies(open_preprocessing(recipe.get("preprocess")), model, data, columns)
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
+    if fixed := _small_batches(model, data, size, recipe):
+        recipe["batch_norm"] = "frozen"
+        notes = [*notes, fixed]
     training = prepare(model, **recipe)
     if any(term.name == "ctc" and "lengths" not in term.options for term in read_terms(training.step())):
         opened = open_data(data, window=window) if opened is None else opened
@@ -147,6 +151,27 @@ def _for_batches(model: Model, batch_size: int | None) -> tuple[Model, int, list
         return model, size, [f"{error.message}; training with that batch size"]
     note = f"the batch size of the model is fixed to {size}; made it dynamic for training"
     return freed, batch_size or USUAL_BATCH, [note]
+
+
+_FEW = 16
+"""Smallest batch whose statistics replace those of a pretrained BatchNormalization by default."""
+
+
+def _small_batches(model: Model, data: Any, size: int, recipe: Mapping[str, Any]) -> str | None:
+    """Return a note if BatchNormalization keeps the statistics of the file, since those of a batch are too rough."""
+    if recipe.get("batch_norm") is not None or recipe.get("init", "file") != "file":
+        return None
+    if not any(node.op_type == "BatchNormalization" and is_switchable(node, ()) for node in model.graph):
+        return None
+    if isinstance(data, Mapping):
+        columns = (column for column in data.values() if hasattr(column, "__len__") and getattr(column, "ndim", 1))
+        size = min([size, *map(len, columns)])
+    if size >= _FEW:
+        return None
+    return (
+        f"batches of {size}: BatchNormalization keeps its statistics; to use those of each batch, write "
+        '`batch_norm="batch"` (`--batch-norm batch`)'
+    )
 
 
 _ROWS = 1024  # whose words are counted together

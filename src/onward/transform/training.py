@@ -20,6 +20,10 @@ from onward.transform.opset import convert_opset
 from onward.transform.quantized import store_as_integers
 
 
+FIXED_KEY = "train.fixed"
+"""Metadata of a BatchNormalization that keeps its statistics in training."""
+
+
 @checked()
 def strip(model: Source) -> Model:
     """Return a copy without training: the inference graph and its weights.
@@ -34,6 +38,8 @@ def strip(model: Source) -> Model:
     store_as_integers(model)
     return_to_bodies(model)
     restore_linear_models(model)
+    for node in model.graph:
+        node.metadata_props.pop(FIXED_KEY, None)
     return model
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import numpy as np
@@ -13,11 +13,12 @@ import onnx_ir as ir
 from onward.arguments import Count, Range, Seed, checked
 from onward.build import Builder, Expr, Names
 from onward.constants import add_initializer
-from onward.errors import RecipeError, UnknownNameError, UnsupportedError, list_names
+from onward.errors import RecipeError, UnknownNameError, UnsupportedError, list_names, warn
 from onward.model import Model, Source, load
 from onward.model.checks import check_signatures
 from onward.model.state import PARAMETER_KEY, SLOT_KEY, with_tags
 from onward.recipe.constants import expose
+from onward.recipe.fixed_transforms import fixed_transform
 from onward.recipe.head import LINEAR, refuse_training
 from onward.recipe.initialize import Drawn, draw_initial_values
 from onward.recipe.layers import Layer, layers, listing
@@ -258,7 +259,7 @@ def add(
     model: Source,
     rank: Count = 8,
     alpha: float = 16.0,
-    targets: str | Sequence[str] = "*attn*",
+    targets: str | Sequence[str] | None = None,
     dropout: Annotated[float, Range(least=0, below=1)] = 0.0,
     seed: Seed = 0,
 ) -> Model:
@@ -271,21 +272,21 @@ def add(
 
     - `model`: an inference model
     - `rank`, `alpha`: y = x W becomes y = x W + (alpha / rank) (x A) B, where A has `rank` columns
-    - `targets`: patterns of MatMul, Gemm or Conv weights, or of the modules that owned them
+    - `targets`: patterns of MatMul, Gemm or Conv weights, or of the modules that owned them (default:
+      those of attention; without attention, all that are larger than their adapters)
     - `dropout`: ratio for the input of A in training
     - `seed`: seed of A
     """
     changed = adaptable(model)
-    patterns = [targets] if isinstance(targets, str) else list(targets)
     candidates = by_weight(changed)
-    chosen = [
-        sharing
-        for sharing in candidates.values()
-        if matching(patterns, [n for layer in sharing for n in layer.weight_names])
-    ]
-    if not chosen:
-        hint = listing(sharing[0] for sharing in candidates.values())
-        raise UnknownNameError(f"{list_names(patterns, 6)} matches no weight of a layer", hint=hint)
+    if targets is None:
+        chosen = _usual_targets(candidates, rank)
+    else:
+        patterns = [targets] if isinstance(targets, str) else list(targets)
+        chosen = _matching_targets(candidates, patterns)
+        if not chosen:
+            hint = listing(sharing[0] for sharing in candidates.values())
+            raise UnknownNameError(f"{list_names(patterns, 6)} matches no weight of a layer", hint=hint)
     taken = changed.names()
     initial_values = draw_initial_values([_initial(sharing[0], rank) for sharing in chosen], seed)
     for sharing, a in zip(chosen, initial_values, strict=True):
@@ -294,6 +295,37 @@ def add(
         attach(changed, taken, sharing, a, b, alpha / rank, dropout)
     return_to_bodies(changed)
     return changed
+
+
+_ATTENTION = ("*attn*", "*attention*")
+
+
+def _matching_targets(candidates: Mapping[str, list[Layer]], patterns: Sequence[str]) -> list[list[Layer]]:
+    """Return the layers of each weight that matches a pattern."""
+    by_names = ((sharing, [name for layer in sharing for name in layer.weight_names]) for sharing in candidates.values())
+    return [sharing for sharing, names in by_names if matching(patterns, names)]
+
+
+def _usual_targets(candidates: Mapping[str, list[Layer]], rank: int) -> list[list[Layer]]:
+    """Return the layers to adapt by default; say which if they are not those of attention."""
+    if chosen := _matching_targets(candidates, _ATTENTION):
+        return chosen
+    fitting = [sharing for sharing in candidates.values() if _has_one_layout(sharing) and not _is_fixed(sharing[0])]
+    if not fitting:
+        raise UnknownNameError("the model has no weight that adapters fit", hint=listing([]))
+    larger = [s for s in fitting if sum(map(math.prod, _shapes(s[0], rank))) < math.prod(s[0].shape)]
+    chosen = larger or fitting
+    names = list_names([sharing[0].module for sharing in chosen], 3)
+    warn(f"no layer is named after attention: adapters are on {names}; to choose, write `targets=PATTERN`")
+    return chosen
+
+
+def _is_fixed(layer: Layer) -> bool:
+    return not layer.path and fixed_transform(layer.weight, [(layer.node, 1)]) is not None
+
+
+def _has_one_layout(sharing: Sequence[Layer]) -> bool:
+    return len({(layer.units_first, layer.is_convolution) for layer in sharing}) == 1
 
 
 def adaptable(model: Source) -> Model:
@@ -327,7 +359,7 @@ def attach(
     weight = of[0].weight
     if any(adapter.weight == weight.name for adapter in adapters(model)):
         raise RecipeError(f"`{weight.name}` already has an adapter", hint="merge it first: `onward.lora.merge`")
-    if len({(layer.units_first, layer.is_convolution) for layer in of}) > 1:
+    if not _has_one_layout(of):
         raise UnsupportedError(f"no adapter fits `{weight.name}`: only some of its layers read it transposed")
     if weight.producer() is not None:
         expose(model.graph, weight)
