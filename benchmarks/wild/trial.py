@@ -159,7 +159,9 @@ def targets_of(name: str, predictions: np.ndarray, options: str) -> np.ndarray:
             size = predictions.shape[axis] if predictions.ndim > 1 else 1
             if size > 1 and np.allclose(predictions.sum(axis), 1, atol=1e-3):
                 classes = rng.integers(0, size, predictions.sum(axis, keepdims=True).shape)
-                indices = np.arange(size).reshape([-1 if i == axis % predictions.ndim else 1 for i in range(predictions.ndim)])
+                indices = np.arange(size).reshape(
+                    [-1 if i == axis % predictions.ndim else 1 for i in range(predictions.ndim)]
+                )
                 return (indices == classes).astype(np.float32)
         return rng.integers(0, 2, predictions.shape).astype(np.float32)
     if name in ("cross_entropy", "ce", "nll"):

@@ -314,9 +314,7 @@ class RecipeOptions:
         "SPEC",
         "quantization-aware training: `int8`, `int4`, or `int8:weights=int4,block=32,keep=first+last,ranges=lsq`",
     )
-    dequantize: bool = _parameters(
-        False, None, "train a quantized model as a float model, which the result is too"
-    )
+    dequantize: bool = _parameters(False, None, "train a quantized model as a float model, which the result is too")
     prune: str | Mapping[str, Any] | None = _parameters(
         None, "SPEC", "prune the smallest weights: `magnitude:sparsity=0.5`, or `2of4`"
     )

@@ -99,7 +99,9 @@ def test_engines_agree(quantised, form, engine):
 
 def test_integers_that_operators_take_are_not_trained(quantised):
     for form in set(FORMS) - set(QDQ) | {"dynamic"}:
-        with pytest.raises(RecipeError, match=r"the weights of 2 operators are integers: `.*(QLinear|Integer)") as raised:
+        with pytest.raises(
+            RecipeError, match=r"the weights of 2 operators are integers: `.*(QLinear|Integer)"
+        ) as raised:
             onward.prepare(quantised[form], loss="mse")
         assert "--dequantize" in raised.value.hint
 

@@ -127,7 +127,12 @@ def _of_table(array: np.ndarray) -> str | None:
         if any(np.abs(a * a + b * b - 1).max() < 1e-3 and np.ptp(a) > 0.1 for a, b in halves):
             return "sines and cosines of positions"
     doubled = flat * 2
-    if array.size >= 64 and (doubled == np.rint(doubled)).all() and len(set(flat[:: -(-array.size // 4096)])) > 2 and np.ptp(flat) >= 4:
+    if (
+        array.size >= 64
+        and (doubled == np.rint(doubled)).all()
+        and len(set(flat[:: -(-array.size // 4096)])) > 2
+        and np.ptp(flat) >= 4
+    ):
         return "a grid of positions, as of anchors"
     return None
 

@@ -110,8 +110,9 @@ class Recipe(Fields, StepOptions):
         trainable, freeze = as_patterns(self.trainable), as_patterns(self.freeze) or ()
         patterns_of_roles = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         if trainable is None and self.lora is None and (stored := quantize.integer_weights(model.graph)):
+            operators = list_names(sorted({node.op_type for node in stored}), 4)
             raise RecipeError(
-                f"the weights of {len(stored)} operators are integers: {list_names(sorted({n.op_type for n in stored}), 4)}",
+                f"the weights of {len(stored)} operators are integers: {operators}",
                 hint="train it as a float model: `dequantize=True` (`--dequantize`); `trainable` names others to train",
             )
         selection = select(model, watched, trainable, freeze, patterns_of_roles)

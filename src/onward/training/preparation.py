@@ -153,7 +153,7 @@ def _for_batches(model: Model, batch_size: int | None) -> tuple[Model, int, list
     return freed, batch_size or USUAL_BATCH, [note]
 
 
-_FEW = 16
+_ROUGH = 16
 """Smallest batch whose statistics replace those of a pretrained BatchNormalization by default."""
 
 
@@ -164,9 +164,9 @@ def _small_batches(model: Model, data: Any, size: int, recipe: Mapping[str, Any]
     if not any(node.op_type == "BatchNormalization" and is_switchable(node, ()) for node in model.graph):
         return None
     if isinstance(data, Mapping):
-        columns = (column for column in data.values() if hasattr(column, "__len__") and getattr(column, "ndim", 1))
-        size = min([size, *map(len, columns)])
-    if size >= _FEW:
+        columns = [column for column in data.values() if hasattr(column, "__len__") and hasattr(column, "__getitem__")]
+        size = min([size, *(len(column) for column in columns if getattr(column, "shape", None) != ())])
+    if size >= _ROUGH:
         return None
     return (
         f"batches of {size}: BatchNormalization keeps its statistics; to use those of each batch, write "

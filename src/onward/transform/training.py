@@ -19,7 +19,6 @@ from onward.transform.bodies import return_to_bodies
 from onward.transform.opset import convert_opset
 from onward.transform.quantized import store_as_integers
 
-
 FIXED_KEY = "train.fixed"
 """Metadata of a BatchNormalization that keeps its statistics in training."""
 

@@ -302,7 +302,9 @@ _ATTENTION = ("*attn*", "*attention*")
 
 def _matching_targets(candidates: Mapping[str, list[Layer]], patterns: Sequence[str]) -> list[list[Layer]]:
     """Return the layers of each weight that matches a pattern."""
-    by_names = ((sharing, [name for layer in sharing for name in layer.weight_names]) for sharing in candidates.values())
+    by_names = (
+        (sharing, [name for layer in sharing for name in layer.weight_names]) for sharing in candidates.values()
+    )
     return [sharing for sharing, names in by_names if matching(patterns, names)]
 
 

@@ -174,7 +174,8 @@ class _Dequantization:
                 return None
         inputs = [*(source.value for source in sources if source is not None), *node.inputs[count:]]
         if node.op_type == "Pad" and len(inputs) > 2 and inputs[2] is not None:
-            is_zero = first.zero is None or np.array_equal(np.ravel(_array(node, 2)), np.ravel(first.zero))
+            padding = _array(node, 2)
+            is_zero = first.zero is None or (padding is not None and bool((padding == first.zero.ravel()).all()))
             if node.attributes.get_string("mode", "constant") == "constant" and not is_zero:
                 return None
             inputs[2] = None
@@ -262,6 +263,7 @@ class _Dequantization:
         node = value.producer() if value is not None else None
         if node is None or not is_standard(node) or not node.inputs:
             return None
+        assert value is not None
         if node.op_type in _PRODUCTS:
             if value not in self._sums:
                 with self._context.before(node) as op:
@@ -305,8 +307,8 @@ class _Dequantization:
             return None
         tensor = constant_tensor(value)
         if tensor is not None:
-            if zero.size > 1:  # per column of a matrix, or per kernel
-                zero = zero.reshape(zero.shape if node.op_type == "MatMulInteger" else (-1, *[1] * (tensor.ndim - 1)))
+            if zero.size > 1 and node.op_type == "ConvInteger":  # per kernel; of a matrix per column
+                zero = zero.reshape(-1, *[1] * (len(tensor.shape) - 1))
             levels = tensor.numpy().astype(np.float32) - zero.astype(np.float32)
             return op(self._weight(value, node, levels))
         if floats is None or floats.scale is None or floats.zero is None or zero.size > 1:
@@ -326,8 +328,8 @@ class _Dequantization:
             levels = tensor.numpy().astype(np.float32) - zero.astype(np.float32).reshape(zero.shape[0], 1, -1)
             floats = levels * scale.reshape(scale.shape[0], 1, -1)
             matrices.append(self._weight(value, node, np.ascontiguousarray(floats.transpose(0, 2, 1))))
-        attributes = [attribute for attribute in node.attributes.values()]
-        copy = ir.Node("", "LSTM", [x, *matrices, *others], attributes, num_outputs=len(node.outputs), name=node.name)
+        attributes, count = list(node.attributes.values()), len(node.outputs)
+        copy = ir.Node("", "LSTM", [x, *matrices, *others], attributes, num_outputs=count, name=node.name)
         node.prepend(copy)
         for old, new in zip(node.outputs, copy.outputs, strict=True):
             new.name = self._context.names.fresh(f"{old.name}/float") if old.name else ""
@@ -397,7 +399,7 @@ def _is_int32(value: ir.Value | None) -> bool:
 
 
 def _only_reader(value: ir.Value) -> ir.Node | None:
-    readers = value.uses()
+    readers = list(value.uses())
     return readers[0].node if len(readers) == 1 and not value.is_graph_output() else None
 
 
