@@ -103,8 +103,6 @@ FORMS = {
     "binary focal": ("sigmoid", "binary_focal_crossentropy", "binary"),
     "divergence": ("softmax", "kl_divergence", "one hot"),
 }
-DRAWN = ("smooth binary", "focal", "binary focal", "divergence")
-"""Those that are formulas in a training model, and none that PyTorch has."""
 
 
 @pytest.mark.slow("binary", "sparse")
@@ -128,10 +126,6 @@ def test_losses_behind_an_activation(form):
         expected.append(float(model.train_on_batch(*batch)))
     named = [({training.inputs[0].name: torch.tensor(x)}, torch.tensor(y)) for x, y in given[1:]]
     np.testing.assert_allclose(in_jax(training, named)[0], expected, rtol=1e-4)
-    if form in DRAWN:
-        with pytest.raises(onward.Error, match="the loss is a custom graph"):
-            onward.to_torch(training)
-        return
     for live in (True, False):
         np.testing.assert_allclose(in_torch(training, named, live), expected, rtol=1e-4)
 

@@ -102,7 +102,7 @@ def nudged(weights: Arrays, seed: int) -> dict[str, np.ndarray]:
     """Return weights that differ in the last digit."""
     rng = np.random.default_rng(seed)
     return {
-        name: np.nextafter(x, np.where(rng.random(x.shape) < 0.5, np.inf, -np.inf).astype(x.dtype))
+        name: np.asarray(np.nextafter(x, np.where(rng.random(x.shape) < 0.5, np.inf, -np.inf).astype(x.dtype)))
         if x.dtype.kind == "f"
         else x
         for name, x in weights.items()

@@ -93,6 +93,27 @@ def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
     return targets
 
 
+def read_values(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
+    """Return the values of the inference graph that the loss reads: predictions, or outputs by name."""
+    outputs = {value.name or "": value for value in model.outputs}
+    read: list[ir.Value] = []
+    for term, prediction in zip(summands, predictions(model, summands), strict=True):
+        named = [tensor_of(outputs[name]) for name in _input_names(term.custom) if name in outputs]
+        read += named or [prediction]
+    return list(dict.fromkeys(read))
+
+
+def _input_names(custom: Any) -> list[str]:
+    """Return the inputs of a loss model or function."""
+    if custom is None:
+        return []
+    if isinstance(custom, ir.Function):
+        return [value.name or "" for value in custom.inputs]
+    if type(custom).__name__ == "FunctionProto":
+        return list(custom.input)
+    return [value.name or "" for value in load(custom).inputs]
+
+
 def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir.Value:
     if term.output is not None:
         if term.output not in by_name:

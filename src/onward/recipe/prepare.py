@@ -106,7 +106,7 @@ class Recipe(Fields, StepOptions):
         for warning in unsuitable(summands, predictions):
             warn(warning)
         students = teaching.students(model, predictions) if teaching else []
-        watched = list(dict.fromkeys([*predictions, *students]))
+        watched = list(dict.fromkeys([*objective.read_values(model, summands), *students]))
         trainable, freeze = as_patterns(self.trainable), as_patterns(self.freeze) or ()
         patterns_of_roles = roles(model, watched, [*(trainable or ()), *freeze, *patterns(self.groups)])
         if trainable is None and self.lora is None and (stored := quantize.integer_weights(model.graph)):

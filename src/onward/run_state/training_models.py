@@ -28,7 +28,7 @@ from onward.run_state.state import RUN_ITSELF, ParameterGroup, RunState
 from onward.runtime.sessions import evaluate
 from onward.standard import IR_VERSION
 from onward.transform.quantized import RANGE_KEY
-from onward.transform.training import drop_unused_definitions, without_steps
+from onward.transform.training import drop_unused_definitions, keep_only, without_steps
 
 
 def to_training_model(run: RunState) -> Model:
@@ -121,7 +121,7 @@ def from_training_model(model: Model, index: int = 0, *, forward: bool = True) -
         if others or len(step.gradients()) != 1:
             raise _not_carried(f"it differentiates {list_names(others, 3) or 'more than its loss'}")
     elif any(term.spec.name == "custom" for term in terms(run.loss)):
-        raise UnsupportedError("the loss is a custom graph, which no framework has as an object", hint=RUN_ITSELF)
+        run = dataclasses.replace(run, loss=loss_graph(model, index))
     elif any("constant" in fact for fact in step.fact("train.loss")):
         reason = "the loss compares an output with a constant, which no framework has as an object"
         raise UnsupportedError(reason, hint=RUN_ITSELF)
@@ -129,6 +129,34 @@ def from_training_model(model: Model, index: int = 0, *, forward: bool = True) -
         reasons = [_UNSUPPORTED[key] for key in recipe if key in _UNSUPPORTED and forward]
         raise _not_carried(*reasons or [f"it computes {' and '.join(left_out[:3])} differently from its recipe"])
     return run
+
+
+def loss_graph(model: Model, index: int = 0) -> Model:
+    """Return the loss of a step as a model, from outputs of the inference graph and further inputs, its targets."""
+    step, combined = model.step(index), Model(model.combined(index))
+    by_name = {value.name: value for value in values(combined.graph)}
+    trained = {plain: name for name, plain in (step.fact("train.forward") or {}).items()}
+    loss = by_name[string(step.gradients()[0], "y")]
+    outputs, targets = [value.name or "" for value in model.outputs], {value.name for value in step.algorithm.inputs}
+    inputs = []
+    combined.graph.outputs.clear()
+    for name in outputs:
+        computed = by_name[trained.get(name, name)]
+        value = ir.Value(name=name, type=computed.type, shape=computed.shape)
+        computed.name = f"{name}/computed"
+        computed.replace_all_uses_with(value)
+        inputs.append(value)
+    read = [value for value in combined.graph.inputs if value.name in targets]
+    combined.graph.inputs.clear()
+    combined.graph.inputs.extend([*inputs, *read])
+    keep_only(combined, [loss])
+    state = {entry.name for entry in states(model, index)}
+    if strange := [name for name in combined.graph.initializers if name in state]:
+        raise UnsupportedError(
+            f"the loss is a custom graph that reads `{strange[0]}`, not only outputs and targets", hint=RUN_ITSELF
+        )
+    drop_unused_definitions(combined)
+    return combined
 
 
 def _not_carried(*reasons: str) -> UnsupportedError:

@@ -8,7 +8,7 @@ from marks import needs
 
 import onward
 from onward.engines import start
-from onward.errors import MismatchError
+from onward.errors import DataError, MismatchError, UnsupportedError
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -116,3 +116,67 @@ def test_losses_of_several_targets_are_compared(monkeypatch):
     monkeypatch.setattr(nn.GaussianNLLLoss, "forward", lambda self, x, target, variance: (x - target).square().mean())
     with pytest.raises(MismatchError, match="the loss is off"):
         onward.from_torch(net, torch.randn(3, 5), **given)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.scale = nn.Linear(6, 5), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, a, b):
+        return {"left": self.net(a), "right": self.net(b) * self.scale.exp()}
+
+
+def contrastive(result, same):
+    """A function of two outputs; the number of rows is a size."""
+    distance = (result["left"] - result["right"]).square().sum(1).add(1e-3).sqrt()
+    return (same * distance**2 + (1 - same) * (2 - distance).relu() ** 2).sum() / len(same)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("live", [True, False])
+def test_any_function_is_a_loss_also_when_it_comes_back(live):
+    """In PyTorch, as a program and on ONNX Runtime, with a batch of another size than the example's."""
+    torch.manual_seed(0)
+    net, a, b, same = Pair(), torch.randn(4, 6), torch.randn(4, 6), torch.rand(4).round()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-3)
+    training = onward.from_torch(net, (a, b), loss=contrastive, example_targets=same, optimizer=optimizer)
+    a, b, same = torch.randn(7, 6), torch.randn(7, 6), torch.rand(7).round()
+    back = onward.to_torch(training, live=live)
+    with start(training, threads=1) as engine:
+        batch = dict(zip(engine.inputs, [a.numpy(), b.numpy(), same.numpy()], strict=True))
+        found = [float(engine.step(batch)[engine.loss]) for _ in range(4)]
+    there = [step(back.loss(back.module(a, b), same), back.optimizer) for _ in range(4)]
+    expected = [step(contrastive(net(a, b), same), optimizer) for _ in range(4)]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(there, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_functions_and_named_losses_are_added(tmp_path):
+    torch.manual_seed(0)
+    net, inputs = Pair(), (torch.randn(4, 6), torch.randn(4, 6))
+    y, z = torch.randn(4, 5), torch.randn(4, 5)
+    losses = {"left": (0.5, lambda x, y: ((x - y) ** 4).mean()), "right": nn.MSELoss()}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    training = onward.from_torch(net, inputs, loss=losses, example_targets={"left": y, "right": z}, optimizer=optimizer)
+    back = onward.to_torch(training)
+    result = net(*inputs)
+    expected = 0.5 * ((result["left"] - y) ** 4).mean() + mse(result["right"], z)
+    np.testing.assert_allclose(back.loss(back.module(*inputs), y, z).item(), expected.item(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets", "error", "message"),
+    [
+        (lambda x, y: (x - y) ** 2, VALUES, UnsupportedError, "not one number"),
+        (lambda x, y: ((x - y) ** 2).sum() / float(len(x)), VALUES, UnsupportedError, "only with a size of 3"),
+        (lambda x, y: ((x - y) ** 2).mean(), None, DataError, "takes targets: `y`"),
+    ],
+)
+def test_functions_that_are_refused(loss, targets, error, message):
+    net = nn.Linear(5, 4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(error, match=message) as caught:
+        onward.from_torch(net, torch.randn(3, 5), loss=loss, example_targets=targets, optimizer=optimizer)
+    assert caught.value.hint

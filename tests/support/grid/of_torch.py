@@ -67,12 +67,15 @@ LOSSES = {
     "TripletMarginLoss()": Data(None, ("real", "real")),
     "TripletMarginLoss(swap=True)": Data(None, ("real", "real")),
     "TripletMarginWithDistanceLoss()": Data(None, ("real", "real")),
-    **dict.fromkeys(
-        ("CosineEmbeddingLoss()", "HingeEmbeddingLoss()", "MarginRankingLoss()", "MultiLabelMarginLoss()")
-        + ("MultiLabelSoftMarginLoss()", "MultiMarginLoss()", "SoftMarginLoss()")
-        + ("AdaptiveLogSoftmaxWithLoss(4, 4, [2])", "LinearCrossEntropyLoss(4, 4)"),
-        Data(),
-    ),
+    "CosineEmbeddingLoss()": Data(None, ("real", "sign")),
+    "HingeEmbeddingLoss()": Data(None, ("signs",)),
+    "MarginRankingLoss()": Data(None, ("real", "signs")),
+    "MultiLabelMarginLoss()": Data(None, ("indices",)),
+    "MultiLabelSoftMarginLoss()": Data(None, ("binary",)),
+    "MultiMarginLoss()": Data(None, ("labels",)),
+    "SoftMarginLoss()": Data(None, ("signs",)),
+    "AdaptiveLogSoftmaxWithLoss(4, 4, [2])": Data(None, ("labels",)),
+    "LinearCrossEntropyLoss(4, 4)": Data(None, ("labels",)),
     f"SoftMarginLoss(){INSIDE}": Data(None, ("signs",)),
 }
 
@@ -176,9 +179,11 @@ def read(kind: str, row: str) -> Outcome:
         inputs = [torch.from_numpy(array) for array in data.batch(0)]
         example = inputs if row.endswith(INSIDE) else inputs[:1]
         parts = {"loss": run.loss, "optimizer": run.optimizer, "scheduler": run.scheduler}
+        parts["example_targets"] = None if row.endswith(INSIDE) else tuple(inputs[1:])
         return from_torch(run.module, example, **parts, probe=False)
 
-    return in_words(kind, goes_on(run.step, convert, data, 0 if begins else BEFORE))
+    outcome = in_words(kind, goes_on(run.step, convert, data, 0 if begins else BEFORE))
+    return Outcome("traced") if kind == "losses" and outcome.way == "exact" else outcome
 
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------

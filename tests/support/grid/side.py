@@ -70,6 +70,8 @@ _DRAW: dict[str, Callable[[np.random.Generator, Sizes], np.ndarray]] = {
     "logs": lambda rng, sizes: np.log(rng.dirichlet(np.ones(sizes[-1]) * 5, sizes[:-1])).astype("f"),
     "binary": lambda rng, sizes: rng.integers(0, 2, sizes).astype("f"),
     "signs": lambda rng, sizes: rng.integers(0, 2, sizes).astype("f") * 2 - 1,
+    "sign": lambda rng, sizes: rng.integers(0, 2, sizes[:-1]).astype("f") * 2 - 1,
+    "indices": lambda rng, sizes: rng.integers(0, sizes[-1], sizes),
     "one_hot": lambda rng, sizes: np.eye(sizes[-1], dtype="f")[rng.integers(0, sizes[-1], sizes[:-1])],
     "labels": lambda rng, sizes: rng.integers(0, sizes[-1], sizes[:-1]),
 }

@@ -60,16 +60,26 @@ class Flat(nn.Module):  # type: ignore[misc]
             )
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        return named_tensors(self.result(*tensors))
+
+    def result(self, *tensors: torch.Tensor) -> Any:
+        """Return what the module returns, in float32 under `torch.autocast`, as losses are computed."""
         leaves = list(self._leaves)
         for index, tensor in zip(self._positions, tensors, strict=True):
             leaves[index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        results = pytree.tree_flatten_with_path(self.module(*args, **kwargs))[0]
-        outputs = {_join_path(path or ("output",)): x for path, x in results if isinstance(x, torch.Tensor)}
-        for name, x in outputs.items():  # under `torch.autocast` losses are computed in float32
-            if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type):
-                outputs[name] = x.float()
-        return outputs
+        return pytree.tree_map_only(torch.Tensor, _widened, self.module(*args, **kwargs))
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    is_narrow = x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(x.device.type)
+    return x.float() if is_narrow else x
+
+
+def named_tensors(result: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a nested result by their paths: `logits`, `state_0`; `output` for a single tensor."""
+    leaves = pytree.tree_flatten_with_path(result)[0]
+    return {_join_path(path or ("output",)): x for path, x in leaves if isinstance(x, torch.Tensor)}
 
 
 def defaults_of(call: Callable[..., Any] | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from onward.arguments import checked
 from onward.errors import UnknownNameError, UnsupportedError
 from onward.frameworks.torch.exact import MasterWeights
-from onward.frameworks.torch.loss import ROWS, read_objective, summands
+from onward.frameworks.torch.loss import ROWS, Summand, read_objective, summands, trace_loss
 from onward.frameworks.torch.module import OnnxModule
 from onward.frameworks.torch.module_capture import (
     GROUP,
@@ -59,11 +59,13 @@ def from_torch(
 
     - `module`, `optimizer`: module to train, and its optimizer
     - `example_inputs`: inputs of the module: a tensor, a sequence of arguments, or a mapping by name
-    - `loss`: a loss of torch.nn or torch.nn.functional, such as `nn.CrossEntropyLoss()`; a mapping
-      of output -> loss for several outputs; or the name of the output that is the loss. Losses are
+    - `loss`: a loss of torch.nn, such as `nn.CrossEntropyLoss()`; any function or module of tensors,
+      which is called as `loss(result, *targets)` with all that the module returns; a mapping of
+      output -> loss for several outputs; or the name of the output that is the loss. Losses are
       added: a list of losses, or a pair `(0.5, loss)`, may replace one
     - `example_targets`: further inputs of the loss: a tensor or a tuple of tensors, in a mapping or
-      list like the losses. Floats are class probabilities for a cross entropy (default: classes)
+      list like the losses. Floats are class probabilities for a cross entropy (default: classes).
+      Required for a function
     - `scheduler`, `updates_per_epoch`: scheduler, and updates per step of the scheduler
     - `updates`: updates so far, for an optimizer that does not count them (SGD) in the middle of an
       epoch (default: the scheduler has just stepped)
@@ -113,8 +115,13 @@ def _read(
     with parts.collect():
         is_ours = isinstance(native.module, OnnxModule)
         model = native.module.to_model() if is_ours else capture_module(native.module, example_inputs, dynamic_shapes)
+
+    def trace(summand: Summand) -> Any:
+        is_fixed = dynamic_shapes is not None
+        return "" if parts.errors else trace_loss(summand, native.module, example_inputs, model, fixed=is_fixed)
+
     with parts.collect():
-        loss = read_objective(native.loss, native.summands)
+        loss = read_objective(native.loss, native.summands, trace)
     with parts.collect():
         schedule = read_schedule(native.scheduler, native.every) if native.scheduler is not None else None
     if not parts.errors and isinstance(native.loss, str):
@@ -125,7 +132,7 @@ def _read(
             begun = {id(p): name for name, p in named.items() if p in native.optimizer.state}
             read_optimizer(native.optimizer, begun or {id(p): name for name, p in named.items()}, schedule)
         parts.refuse()
-    edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
+    edges = gradient_edges(objective.read_values(model, objective.terms(loss)))
     trained = {
         id(parameter): name
         for name, parameter in named.items()

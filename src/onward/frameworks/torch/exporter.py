@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import copy
 import logging
@@ -64,7 +65,7 @@ def explain(error: Exception, subject: str = "the module") -> UnsupportedError:
 def fault_of_example(flat: Flat) -> DataError | None:
     """Return an error if the module itself fails with the example."""
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.random.fork_rng():
             copy.deepcopy(flat)(*flat.inputs.values())
     except Exception as error:
         inputs = {name: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in flat.inputs.items()}
@@ -120,6 +121,21 @@ class NeverBelowZero(TorchFunctionMode):  # type: ignore[misc]
         return result
 
 
+@contextlib.contextmanager
+def symbolic_lengths() -> Iterator[None]:
+    """Let `len(x)` of a traced tensor be its dynamic size, which Python's own would make constant."""
+    before = builtins.len
+
+    def length(x: Any, /) -> Any:
+        return x.shape[0] if isinstance(x, torch.Tensor) and x.ndim and type(x.shape[0]) is not int else before(x)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = before
+
+
 def _refuse_weight() -> None:
     """Refuse the `weight` of an `l1_loss` on the stack. PyTorch does not pass it to modes.
 
@@ -134,24 +150,29 @@ def _refuse_weight() -> None:
             )
 
 
+_NOISE = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")
+"""Metadata of nodes with source code of the module and local paths."""
 _NORMALIZATIONS = ("GroupNormalization", "InstanceNormalization", "LayerNormalization")
 
 
-def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> tuple[Model, list[str]]:
+def export(
+    flat: Flat, dynamic_shapes: Mapping[str, Any] | None, what: str = "the module", may_be_fixed: Collection[str] = ()
+) -> tuple[Model, list[str]]:
     """Return the graph of a module, and the buffers that its forward pass changes.
 
-    The graph is not optimized, which would merge equal parameters.
+    The graph is not optimized, which would merge equal parameters. `what` names the module in
+    errors. Sizes of the inputs `may_be_fixed` may be constant though they are named.
     """
     for name in dynamic_shapes or ():
         if name not in flat.inputs:
-            raise UnknownNameError(f"the module has no input `{name}`", hint=suggest_or_list(name, flat.inputs))
+            raise UnknownNameError(f"{what} has no input `{name}`", hint=suggest_or_list(name, flat.inputs))
     axes: dict[str, dict[int, Any]] = {}
     for name, tensor in flat.inputs.items():
         sizes: Any = {0: "batch"} if tensor.ndim and dynamic_shapes is None else (dynamic_shapes or {}).get(name) or {}
         axes[name] = dict(sizes.items() if isinstance(sizes, Mapping) else enumerate(sizes))
     dims = [{axis: Dim.AUTO if isinstance(size, str) else size for axis, size in axes[name].items()} for name in axes]
-    with _exporting("the module", flat):
-        with refuse_random_draws("the module"), NeverBelowZero():
+    with _exporting(what, flat):
+        with refuse_random_draws(what), NeverBelowZero(), symbolic_lengths():
             program = torch.export.export(
                 flat, tuple(flat.inputs.values()), dynamic_shapes=(tuple(dims),), strict=False
             )
@@ -165,7 +186,11 @@ def export(flat: Flat, dynamic_shapes: Mapping[str, Any] | None) -> tuple[Model,
     _name_axes(model, axes)
     _widen_normalizations(model)
     _name_outputs(model, program.call_spec.out_spec.context)
-    _check_axes(model, axes, all_must_vary=dynamic_shapes is not None)
+    varying = {name: {} if name in may_be_fixed else sizes for name, sizes in axes.items()}
+    _check_axes(model, varying, what, all_must_vary=dynamic_shapes is not None)
+    for node in model.graph.all_nodes():
+        for key in _NOISE:
+            node.metadata_props.pop(key, None)
     return model, list(program.graph_signature.buffers_to_mutate.values())
 
 
@@ -274,13 +299,13 @@ def _named_axes(
                 yield value.name, axis, value.shape[axis], name
 
 
-def _check_axes(model: Model, axes: Mapping[str, Mapping[int, Any]], *, all_must_vary: bool) -> None:
+def _check_axes(model: Model, axes: Mapping[str, Mapping[int, Any]], what: str, *, all_must_vary: bool) -> None:
     """Refuse fixed sizes that the user named, or if all axes that we named are fixed."""
     named = list(_named_axes(model, axes))
     fixed = [(name, axis, size) for name, axis, size, _ in named if isinstance(size, int)]
     if fixed and (all_must_vary or len(fixed) == len(named)):
         name, axis, size = fixed[0]
         raise UnsupportedError(
-            f"the module takes `{name}` only with a size of {size} along axis {axis}",
+            f"{what} takes `{name}` only with a size of {size} along axis {axis}",
             hint="use an example in which it is at least 2, or fix all sizes: `dynamic_shapes={}`",
         )

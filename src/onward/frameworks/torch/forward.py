@@ -136,7 +136,7 @@ def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
         assert value.const_value is not None and value.name is not None
         since = run.step - int(value.metadata_props.get(STEP, run.step))
         run.model.set(value.name, value.const_value.numpy() + since)
-    watched = inner_values(run.loss, run.model)
+    watched, outputs = inner_values(run.loss, run.model), [value.name or "" for value in run.model.outputs]
     module = to_module(run.model, trainable=run.parameters, statistics=run.statistics, inner=watched, blocks=blocks)
     parameters = module.parameters_by_name()
     optimizer = make_optimizer(run, parameters)
@@ -145,7 +145,7 @@ def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
     if run.clip is not None:
         inner = clipped_optimizer(optimizer)
         inner.register_step_pre_hook(ClipHook(run.clip, sum(parameter.numel() for parameter in parameters_of(inner))))
-    return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, watched))
+    return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, watched, outputs))
 
 
 _WITHOUT_OBJECT = {

@@ -1,7 +1,8 @@
-"""Losses of PyTorch as losses of a recipe and back: one loss, or a sum of losses on outputs."""
+"""Losses of PyTorch as losses of a recipe or as graphs, and back: one loss, or a sum of losses on outputs."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -11,16 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onward.errors import DataError
+from onward.build import Names
+from onward.errors import DataError, UnsupportedError, list_names
 from onward.frameworks.torch import exact
-from onward.frameworks.torch.arguments import defaults_of
+from onward.frameworks.torch.arguments import Flat, defaults_of, named_tensors
 from onward.frameworks.torch.exact import OwnLoss, Scaled, SumOfLosses, Watching
+from onward.frameworks.torch.exporter import export
+from onward.frameworks.torch.module import to_module
 from onward.model import Model
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.losses.definitions import LENGTHS
 from onward.recipe.objective import terms as terms_of
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
+from onward.run_state.reading import LossTerm
+from onward.run_state.state import RUN_ITSELF
 from onward.vocabulary.torch import LOSSES
 
 _LEGACY = ("size_average", "reduce")
@@ -108,30 +114,28 @@ def _plain(value: Any) -> Any:
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 
-def make_loss(terms: Any, inner: Collection[str] = ()) -> nn.Module:
+def make_loss(terms: Any, inner: Collection[str] = (), outputs: Collection[str] = ()) -> nn.Module:
     """Return the loss of a `RunState`: a PyTorch class, or a small module with the formula.
 
     It takes a prediction and its targets; for several terms, the results of the module and all
     targets. A loss that the model computes, and `inner` values, come from the results of the module.
+    A graph reads `outputs` of the model and targets.
     """
-    losses, outputs, targets = [], [], []
-    problems = Problems("the loss")
+    if isinstance(terms, Model):
+        return GraphLoss(terms, outputs)
+    losses, predictions, targets = [], [], []
     for term in terms_of(terms):
         if term.custom is not None or term.spec.name == "custom":
-            problems.add(
-                "it is a custom graph", "run the training model itself: `onward.engines.start(model, engine=...)`"
-            )
-            continue
+            raise UnsupportedError("the loss is a custom graph among others", hint=RUN_ITSELF)
         is_own = term.spec.name == "value"
         loss = OwnLoss(term.output or "") if is_own else _make(term.spec)
-        outputs.append(term.output)
+        predictions.append(term.output)
         lengths = LENGTHS.get(loss.lengths, ()) if isinstance(loss, exact.CTC) else None
         count = len(inspect.signature(loss.forward).parameters) - 1
         targets.append(count if lengths is None else 1 + len(lengths))
         loss = loss if term.scale == 1 else Scaled(loss, term.scale)
         losses.append(Watching(term.output, loss) if term.output and term.output in inner and not is_own else loss)
-    problems.refuse()
-    return losses[0] if len(losses) == 1 else SumOfLosses(losses, outputs, targets)
+    return losses[0] if len(losses) == 1 else SumOfLosses(losses, predictions, targets)
 
 
 def _make(spec: Spec) -> nn.Module:
@@ -168,11 +172,25 @@ class Summand(NamedTuple):
     scale: float
     targets: tuple[torch.Tensor, ...]
 
-    def spec(self) -> Any:
-        """Return the summand as an entry of a recipe."""
+    def known(self) -> Spec:
+        """Return the loss of a recipe."""
         is_soft = bool(self.targets) and self.targets[0].is_floating_point()
-        is_own = isinstance(self.loss, OwnLoss)
-        spec = Spec("value") if is_own else read_loss(self.loss, probabilities=is_soft)
+        return Spec("value") if isinstance(self.loss, OwnLoss) else read_loss(self.loss, probabilities=is_soft)
+
+    @property
+    def is_function(self) -> bool:
+        """True for a loss that is not in torch.nn, which gets all that the module returns, or its output."""
+        try:
+            self.known()
+        except UnsupportedError:
+            return True
+        return False
+
+    def spec(self, trace: Callable[[Summand], Any] | None = None) -> Any:
+        """Return the summand as an entry of a recipe; `trace` returns the graph of a function."""
+        if trace is not None and self.is_function:
+            return trace(self)
+        spec = self.known()
         options = {**spec.options, **({} if self.scale == 1 else {"scale": self.scale})}
         return Spec(spec.name, options) if self.output is None else {self.output: {"name": spec.name, **options}}
 
@@ -217,15 +235,110 @@ def _of_output(output: str | None, loss: Any, targets: Any) -> Iterator[Summand]
     yield Summand(output, loss, float(scale), example_targets)
 
 
-def read_objective(loss: Any, terms: Sequence[Summand]) -> Any:
-    """Return a loss as an entry of a recipe."""
+def read_objective(loss: Any, terms: Sequence[Summand], trace: Callable[[Summand], Any] | None = None) -> Any:
+    """Return a loss as an entry of a recipe; `trace` returns the graph of a function."""
     if not terms:
         return f"value:{loss.output if isinstance(loss, OwnLoss) else loss}"
-    specs = [term.spec() for term in terms]
+    specs = [term.spec(trace) for term in terms]
     return specs[0] if len(specs) == 1 else specs
 
 
 def inner_values(loss: Any, model: Model) -> list[str]:
     """Return the values that the loss of a `RunState` reads and its model does not return."""
+    if isinstance(loss, Model):
+        return []
     outputs = {value.name for value in model.outputs}
     return list(dict.fromkeys(t.output for t in terms_of(loss) if t.output is not None and t.output not in outputs))
+
+
+# ---- functions -------------------------------------------------------------------------------------------------------
+
+
+def takes_all(terms: Sequence[LossTerm]) -> bool:
+    """True if the loss of `make_loss` takes all that the module returns, and all targets."""
+    return any(term.name == "custom" for term in terms) or (len(terms) == 1 and terms[0].name == "value")
+
+
+class GraphLoss(nn.Module):  # type: ignore[misc]
+    """Loss that is a graph, of what a module returns and of targets."""
+
+    def __init__(self, graph: Model, outputs: Collection[str]):
+        super().__init__()
+        self.graph = to_module(graph, trainable=())
+        self.outputs = [value.name or "" for value in graph.inputs if value.name in outputs]
+
+    def forward(self, result: torch.Tensor | Mapping[str, torch.Tensor], *targets: torch.Tensor) -> torch.Tensor:
+        outputs = [result[name] if isinstance(result, Mapping) else result for name in self.outputs]
+        return self.graph(*outputs, *targets)
+
+
+class _Loss(nn.Module):  # type: ignore[misc]
+    def __init__(self, summand: Summand):
+        super().__init__()
+        self.loss, self.scale = summand.loss, summand.scale
+
+    def forward(self, result: Any, *targets: torch.Tensor) -> torch.Tensor:
+        loss = self.loss(result, *targets)
+        return loss if self.scale == 1 else loss * self.scale
+
+
+def trace_loss(summand: Summand, module: nn.Module, example_inputs: Any, model: Model, *, fixed: bool = False) -> Model:
+    """Return the graph of a loss that is a function of what a module returns, or of its output, and of targets.
+
+    - `model`: captured module, whose outputs name inputs of the graph
+    - `fixed`: the user has said which axes are dynamic, so the first axis of a target may be none
+    """
+    name = getattr(summand.loss, "__name__", type(summand.loss).__name__)
+    if isinstance(summand.loss, GraphLoss):
+        return summand.loss.graph.to_model()
+    if not callable(summand.loss):
+        raise UnsupportedError(f"the loss {name} is not a function", hint="pass `nn.MSELoss()`, or a function")
+    forward = Flat(copy.deepcopy(module), example_inputs)
+    with torch.no_grad(), torch.random.fork_rng():
+        result = forward.result(*forward.inputs.values())
+    outputs = dict(zip((value.name or "" for value in model.outputs), named_tensors(result).values(), strict=True))
+    if summand.output is not None:
+        outputs = {summand.output: outputs[summand.output]}
+        result = outputs[summand.output]
+    names = [*outputs, *_target_names(summand, name, model.names())]
+    flat = Flat(_Loss(summand), (result, *summand.targets))
+    flat.inputs = dict(zip(names, flat.inputs.values(), strict=True))
+    axes: dict[str, dict[int, str]] = {
+        value.name or "": {axis: str(size) for axis, size in enumerate(value.shape or ()) if not isinstance(size, int)}
+        for value in model.outputs
+        if value.name in outputs
+    }
+    sizes = {outputs[output].shape[axis]: size for output in axes for axis, size in reversed(axes[output].items())}
+    for target, tensor in zip(names[len(outputs) :], summand.targets, strict=True):
+        own = enumerate(tensor.shape if fixed else tensor.shape[:1])
+        axes[target] = {axis: sizes[size] for axis, size in own if size in sizes}
+    graph, _ = export(flat, axes, f"the loss {name}", may_be_fixed=names[len(outputs) :])
+    shapes = [value.shape for value in graph.outputs]
+    if len(shapes) != 1 or shapes[0] is None or any(size != 1 for size in shapes[0]):
+        raise UnsupportedError(
+            f"the loss {name} returns {list_names([str(shape) for shape in shapes], 3)}, not one number",
+            hint="return a mean or a sum: `loss.mean()`",
+        )
+    graph.graph.name = name
+    return graph
+
+
+def _target_names(summand: Summand, name: str, taken: Names) -> list[str]:
+    """Return the names of the targets of a function: its own, unless the model has them."""
+    function = summand.loss.forward if isinstance(summand.loss, nn.Module) else summand.loss
+    try:
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind <= p.VAR_POSITIONAL][1:]
+    except (TypeError, ValueError):  # written in C
+        parameters = []
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    if len(required) > len(summand.targets):
+        raise DataError(
+            f"the loss {name} takes targets: {list_names(required, 3)}",
+            hint="pass an example of each: `example_targets=...`",
+        )
+    if len(summand.targets) == 1:
+        names = ["target"]
+    else:
+        own = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL]
+        names = [own[i] if i < len(own) else f"target_{i}" for i in range(len(summand.targets))]
+    return [taken.fresh(name) for name in names]

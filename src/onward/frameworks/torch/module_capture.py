@@ -43,8 +43,6 @@ _PREFIX = "module."
 """Prefix of names in the exported graph."""
 _INSIDE = ("_orig_mod", "_original_module")
 """Attributes in which `torch.compile` and Lightning Fabric keep a module."""
-_NOISE = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node")
-"""Metadata of nodes with source code of the module and local paths."""
 _RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 
 
@@ -136,9 +134,6 @@ def _restore(model: Model, module: nn.Module) -> None:
         value.name = taken.fresh(value.name.removeprefix(_PREFIX))
         value.const_value = ir.Tensor(value.const_value.numpy().copy(), dtype=value.const_value.dtype, name=value.name)
         graph.register_initializer(value)
-    for node in graph.all_nodes():
-        for key in _NOISE:
-            node.metadata_props.pop(key, None)
 
 
 # ---- what training switches ------------------------------------------------------------------------------------------

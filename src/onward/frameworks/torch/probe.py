@@ -26,9 +26,9 @@ from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.program.trial import step_trial, try_out
-from onward.frameworks.torch.arguments import Flat, hollow_copy, tensors_of
+from onward.frameworks.torch.arguments import Flat, hollow_copy, named_tensors, tensors_of
 from onward.frameworks.torch.exporter import fault_of_example
-from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands
+from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands, takes_all
 from onward.frameworks.torch.module import LIVE, OnnxModule
 from onward.frameworks.torch.optimizer import ClipHook, clip_gradients, clipped_optimizer
 from onward.frameworks.torch.schedule import updates_per_step
@@ -142,7 +142,7 @@ def probe_module(module: nn.Module, example_inputs: Any, model: Model, loss: Any
     except UnsupportedError:  # a custom loss graph, which PyTorch has no module for, is not compared
         loss = [{value.name: "mse"} for value in model.outputs if value.dtype and value.dtype.is_floating_point()]
         loss_module = make_loss(loss)
-    edges = gradient_edges(objective.predictions(model, objective.terms(loss)))
+    edges = gradient_edges(objective.read_values(model, objective.terms(loss)))
     trained = {name: x for name, x in tensors.items() if x.requires_grad and model.graph.initializers[name] in edges}
     if not trained:
         return
@@ -161,9 +161,8 @@ class _OwnNames(nn.Module):  # type: ignore[misc]
         self.module = module
         self.inputs = {name: inputs[name] for name in module._graph.inputs}
 
-    def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        outputs = self.module(*tensors)
-        return outputs if isinstance(outputs, dict) else {self.module._graph.outputs[0]: outputs}
+    def result(self, *tensors: torch.Tensor) -> Any:
+        return self.module(*tensors)
 
 
 class _Prober:
@@ -213,8 +212,11 @@ class _Prober:
         return arrays
 
     def _outputs(self, forward: Flat | _OwnNames) -> dict[str, torch.Tensor]:
+        return self._named(forward, forward.result(*forward.inputs.values()))
+
+    def _named(self, forward: Flat | _OwnNames, result: Any) -> dict[str, torch.Tensor]:
         """Return outputs by their names in the model. A live module does not name a single one."""
-        outputs = forward(*forward.inputs.values())
+        outputs = named_tensors(result)
         if not isinstance(forward.module, OnnxModule):
             return outputs
         return dict(zip(forward.module.output_names, outputs.values(), strict=True))
@@ -239,13 +241,14 @@ class _Prober:
         return StepResult(float(loss.detach()), gradients, weights)
 
     def _loss(self, batch: Arrays) -> torch.Tensor:
-        outputs = self._outputs(self._forward)
+        result = self._forward.result(*self._forward.inputs.values())
+        outputs = self._named(self._forward, result)
         if not self._native.summands:
             return outputs[self._terms[0].output]
         total = torch.zeros(())
         for term, summand in zip(self._terms, self._native.summands, strict=True):
-            prediction = outputs[term.output]
-            targets = [from_array(batch[name]).to(prediction.device) for name in term.inputs]
+            prediction = result if summand.output is None and summand.is_function else outputs[term.output]
+            targets = [from_array(batch[name]).to(outputs[term.output].device) for name in term.inputs]
             total = total + summand.loss(prediction, *targets) * summand.scale
         return total
 
@@ -261,7 +264,7 @@ def try_files(program: Path, state: Path, live: OnnxModule, model: Model) -> Non
         settings = {  # see the heading of a program
             "inputs": [value.name for value in model.inputs],
             "terms": [[term.output, list(term.inputs)] for term in terms],
-            "is_own": len(terms) == 1 and terms[0].name == "value",
+            "takes_all": takes_all(terms),
             "every": updates_per_step(run),
             "step": run.step,
         }

@@ -62,8 +62,6 @@ def _refuse_untranslated(program: ExportedProgram) -> None:
                 problems.add(f"`{name}` has {argument}={arguments[argument]}", hint)
         if node.target is aten.multilabel_margin_loss.default:
             problems.add("`multilabel_margin_loss` is exported with wrong values", "use `multilabel_soft_margin_loss`")
-        if node.target is aten.scatter_reduce.two and arguments["reduce"] == "mean":
-            problems.add('`scatter_reduce` has reduce="mean"', "divide a sum by a sum of ones")
         scales = arguments["scale_factors"] if node.target in _ANTIALIASED else None
         if scales and not _fits_scale(node, scales):
             problems.add(
@@ -194,8 +192,29 @@ def _make_contiguous(node: Node) -> None:
             node.replace_input_with(x, node.graph.call_function(aten.clone.default, (x,), options))
 
 
+def _divide_by_count(node: Node) -> None:
+    """Replace the mean of a `scatter_reduce`, which the exporter lacks, by a sum and a count."""
+    arguments, call = _arguments(node), node.graph.call_function
+    if arguments["reduce"] != "mean":
+        return
+    x, dim, index, source = (arguments[name] for name in ("self", "dim", "index", "src"))
+    with node.graph.inserting_before(node):
+        ones = call(aten.ones_like.default, (source,))
+        begin = [x, call(aten.ones_like.default, (x,))] if arguments["include_self"] else [
+            call(aten.zeros_like.default, (x,))] * 2  # fmt: skip
+        total, count = (
+            call(aten.scatter_add.default, (start, dim, index, added))
+            for start, added in zip(begin, (source, ones), strict=True)
+        )
+        mean = call(aten.div.Tensor, (total, call(aten.clamp.default, (count, 1))))
+        if not arguments["include_self"]:
+            mean = call(aten.where.self, (call(aten.gt.Scalar, (count, 0)), mean, x))
+    _replace(node, mean)
+
+
 _REWRITES: dict[Any, Callable[[Node], None]] = {
     aten.feature_dropout.default: _drop_channels,
+    aten.scatter_reduce.two: _divide_by_count,
     aten.scaled_dot_product_attention.default: _add_head_axis,
     **dict.fromkeys(_QUOTIENTS, _drop_by_bernoulli),
     **dict.fromkeys((aten.mul.Tensor, aten.mul_.Tensor), _drop_by_rounding),

@@ -91,9 +91,12 @@ class ModelSource:
 class ClassWriter:
     """Writer of a live module as a class."""
 
-    def __init__(self, live: OnnxModule, program: ForwardCalls):
+    def __init__(self, live: OnnxModule, program: ForwardCalls, name: str = "Model", outputs: Sequence[str] = ()):
         self._live = live
         self._program = program
+        self._name = name
+        self._outputs = outputs
+        """Arguments that are entries of a first one, `outputs`: those of a loss."""
         self._structure = Structure(live)
         self._names = Names({*dir(nn.Module()), *(path.partition(".")[0] for path in live.state_dict())})
         self._dropouts: dict[float, str] = {}
@@ -117,14 +120,18 @@ class ClassWriter:
             *(self._buffer_line(value, name) for value, name in self._buffers.items()),
             *(f"self.{name} = nn.Dropout({number(ratio)})" for ratio, name in self._dropouts.items()),
         ]
-        arguments = "".join(f", {name}: Tensor" for name in argument_names(self._program))
+        names = dict(zip((value.name for value in self._program.inputs), argument_names(self._program), strict=True))
+        entries = [f"{names.pop(name)} = outputs[{quote(name)}]" for name in self._outputs if name in names]
+        outputs = ", outputs: dict[str, Tensor]" if entries else ""
+        arguments = "".join(f", {name}: Tensor" for name in names.values())
         result = "Tensor" if len(self._program.outputs) == 1 else "dict[str, Tensor]"
         lines = [
-            f"class Model({self._structure.container('')}):",
+            f"class {self._name}({self._structure.container('')}):",
             "    def __init__(self) -> None:",
             *(f"        {line}" for line in body),
             "",
-            f"    def forward(self{arguments}) -> {result}:",
+            f"    def forward(self{outputs}{arguments}) -> {result}:",
+            *(f"        {line}" for line in entries),
             *(f"        {line}" for line in forward),
         ]
         return ModelSource("\n".join(lines), self._constants, self._helpers)

@@ -14,7 +14,8 @@ from onward.errors import UnsupportedError
 from onward.frameworks.program.audit import audit_program
 from onward.frameworks.program.source_bundle import SourceBundle
 from onward.frameworks.program.source_text import arrange_imports, break_lines, docstring, identifier, indent, quote
-from onward.frameworks.torch.module import OnnxModule
+from onward.frameworks.torch.loss import GraphLoss, takes_all
+from onward.frameworks.torch.module import LIVE, OnnxModule
 from onward.frameworks.torch.probe import try_module
 from onward.frameworks.torch.program.model import ClassWriter, ModelSource, argument_names
 from onward.frameworks.torch.program.operators import ForwardCalls, trace
@@ -55,8 +56,13 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     if optimizer is None:
         functions = [_load_module(bool(model.constants)), _save_module(bool(model.constants))]
         loop = [f"module = load({quote(file)})", f"module({', '.join(argument_names(program))})"]
-        return _assemble(model, Definitions(), functions, ["A model, written by Onward.", "", *indent(loop), ""])
+        return _assemble([model], Definitions(), functions, ["A model, written by Onward.", "", *indent(loop), ""])
     definitions = Definitions()
+    sources = [model]
+    if isinstance(loss, GraphLoss):
+        sources.append(_model(loss.graph, "Loss", loss.outputs if len(program.outputs) > 1 else ())[1])
+        if sources[1].constants:
+            raise UnsupportedError("the loss has constants that are too large for a program", hint=LIVE)
     functions = [
         definitions.clip(optimizer),
         [
@@ -73,26 +79,28 @@ def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     terms = describe(training).steps[0].loss.terms
     every = updates_per_step(from_training_model(training)) if scheduler is not None else 0
     loop = indent(_loop(program, terms, every, quote(file)))
-    return _assemble(model, definitions, functions, ["A model and its training, written by Onward.", "", *loop, ""])
+    return _assemble(sources, definitions, functions, ["A model and its training, written by Onward.", "", *loop, ""])
 
 
-def _assemble(model: ModelSource, definitions: Definitions, functions: list[list[str]], heading: list[str]) -> Source:
-    """Return the program of a class and of functions, with what they need."""
+def _assemble(
+    sources: Sequence[ModelSource], definitions: Definitions, functions: list[list[str]], heading: list[str]
+) -> Source:
+    """Return the program of classes, the first that of the model, and of functions, with what they need."""
     own = SourceBundle(replaced=definitions.replaced)
-    own.add(*model.helpers, *definitions.borrowed)
-    sections = [model.text, *("\n".join(lines) for lines in functions if lines)]
+    own.add(*(helper for source in sources for helper in source.helpers), *definitions.borrowed)
+    sections = [*(source.text for source in sources), *("\n".join(lines) for lines in functions if lines)]
     text = "\n\n\n".join([*own.texts(), *map(break_lines, sections)])
     used = {*own.imports(), *(line for use, line in _IMPORTS.items() if use in text)}
     used -= {"from torch import Tensor", "from torch import nn"}
     imports = arrange_imports([*used, "from __future__ import annotations", "from torch import Tensor, nn"])
     whole = f"{docstring(chr(10).join(heading))}\n\n{imports}\n\n\n{text}\n"
-    return Source(audit_program(whole, ["torch"]), model.constants)
+    return Source(audit_program(whole, ["torch"]), sources[0].constants)
 
 
-def _model(module: OnnxModule) -> tuple[ForwardCalls, ModelSource]:
+def _model(module: OnnxModule, name: str = "Model", outputs: Sequence[str] = ()) -> tuple[ForwardCalls, ModelSource]:
     """Return the calls and the class of a module, which must be the same for all dynamic sizes."""
     programs = [shorten(trace(module, size)) for size in _SIZES]
-    sources = [ClassWriter(module, program).source() for program in programs]
+    sources = [ClassWriter(module, program, name, outputs).source() for program in programs]
     if sources[0].text != sources[1].text:
         raise UnsupportedError(
             "the forward pass depends on dynamic sizes",
@@ -137,10 +145,10 @@ def _loop(program: ForwardCalls, terms: Sequence[LossTerm], every: int, file: st
     several = len(program.outputs) > 1
     outputs = [f"outputs[{quote(term.output)}]" if several else call for term in terms]
     pairs = [", ".join([output, *map(identifier, term.inputs)]) for output, term in zip(outputs, terms, strict=True)]
-    if len(terms) > 1:
+    if takes_all(terms):
+        losses = ", ".join(["outputs" if several else call, *targets])
+    elif len(terms) > 1:
         losses = ", ".join(f"({p})" if term.inputs else f"({p},)" for p, term in zip(pairs, terms, strict=True))
-    elif terms[0].name == "value":
-        losses = "outputs" if several else call
     else:
         losses = pairs[0]
     return [

@@ -16,6 +16,7 @@ from onward.errors import UnsupportedError
 from onward.frameworks.program.source_text import number, quote
 from onward.frameworks.torch.arguments import defaults_of
 from onward.frameworks.torch.exact import ExactOptimizer, MasterWeights, Together, float32_copies, scale_to_norm
+from onward.frameworks.torch.loss import GraphLoss
 from onward.frameworks.torch.optimizer import clipped_optimizer, clips_of
 from onward.vocabulary import rate_formulas
 from onward.vocabulary.torch_schedules import one_cycle, one_cycle_arguments
@@ -137,6 +138,8 @@ class Definitions:
 
     def loss(self, loss: nn.Module) -> str:
         """Return the expression of a loss."""
+        if isinstance(loss, GraphLoss):
+            return "Loss()"
         loss_class = type(loss)
         arguments = []
         for name, parameter in inspect.signature(loss_class).parameters.items():

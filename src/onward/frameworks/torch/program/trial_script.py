@@ -28,7 +28,10 @@ def make_steps(run: Any, batch: str) -> list[float]:
             (outputs[output] if isinstance(outputs, dict) else outputs, *(tensors[name] for name in targets))
             for output, targets in settings["terms"]
         ]
-        value = loss(outputs) if settings["is_own"] else loss(*terms[0]) if len(terms) == 1 else loss(*terms)
+        if settings["takes_all"]:
+            value = loss(outputs, *(tensors[name] for _, targets in settings["terms"] for name in targets))
+        else:
+            value = loss(*terms[0]) if len(terms) == 1 else loss(*terms)
         optimizer.zero_grad()
         value.backward()
         optimizer.step()
