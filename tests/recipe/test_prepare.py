@@ -348,6 +348,23 @@ def test_patterns_choose_what_is_trained():
         onward.prepare(proto, loss="mse", freeze="*")
 
 
+def test_the_last_values_with_gradients_are_named():
+    """Before an ArgMax, or whatever a detector ends in."""
+    proto = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 18]>
+    g (float[n,4] x) => (int64[n,1] label, float[n,4] rounded) {
+      h = MatMul(x, w)  logits = Relu(h)  label = ArgMax <axis = 1> (logits)  rounded = Round(logits)
+    }""")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(np.eye(4, dtype="f"), "w"))
+    with pytest.raises(onward.Error, match="nothing is left to train") as error:
+        onward.prepare(proto, loss="rounded=mse")
+    assert "`--loss logits=LOSS`" in error.value.hint
+    del proto.graph.output[1]
+    with pytest.raises(onward.Error, match="no floating-point output") as error:
+        onward.prepare(proto, loss="cross_entropy")
+    assert "`logits=cross_entropy`" in error.value.hint
+    assert onward.prepare(proto, loss="logits=cross_entropy").step().differentiated() == ["w"]
+
+
 def test_the_word_of_the_exporter_counts():
     proto = onnx.parser.parse_model(HIDDEN)
     kind = "pkg.torch.export.graph_signature.InputSpec.kind"

@@ -172,6 +172,14 @@ g (int64 n, float[1] x, float[1] w) => (float[k] y) {
   }> (n, , x)
 }""")
 
+CACHE = parsed("""
+g (int64 n, float[1,b] x, float[1,b] w, float[k,b] z) => (float[1,b] y) {
+  past, y = Loop <body = b (int64 i, bool c, float[t,b] v, float[1,b] s) => (bool go, float[u,b] next, float[1,b] sum) {
+    p = Mul(s, w)  next = Concat <axis = 0> (v, p)  m = ReduceSum <keepdims = 1> (next)  sum = Add(s, m)
+    go = Identity(c)
+  }> (n, , z, x)
+}""")
+
 NOISY = parsed("""
 g (bool c, float[3] x) => (float[3] y) {
   y = If (c) <
@@ -193,10 +201,11 @@ g (bool c, float[3] x) => (float[3] y) {
     ("proto", "words"),
     [
         (GROWING, "changes its shape"),
+        (CACHE, "the state `.*` grows in each iteration"),
         (NOISY, "draws random numbers"),
         (UNKNOWN, "no gradient rule for `Strange`"),
     ],
-    ids=["growing state", "random numbers", "an operator without a rule"],
+    ids=["growing state", "cache", "random numbers", "an operator without a rule"],
 )
 def test_refused(proto, words):
     with pytest.raises(UnsupportedError, match=words):

@@ -19,6 +19,7 @@ from onward.recipe.losses import loss as named_loss
 from onward.recipe.losses.definitions import reduce_loss
 from onward.recipe.spec import Spec, check_options, checked_number, is_graph, one_of, parse, split_address
 from onward.recipe.step_builder import StepBuilder, embed
+from onward.recipe.trainable import training_ends
 from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
 from onward.transform.types import fill_in_types
@@ -122,7 +123,9 @@ def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir
         return tensor_of(by_name[term.output])
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if not floating:
-        raise RecipeError("the model has no floating-point output for a loss")
+        ends = [f"`{end.name}={term.spec}`" for end in training_ends(model, model.outputs)]
+        hint = f"name the last value with a gradient: {' or '.join(ends[:3])}" if ends else None
+        raise RecipeError("the model has no floating-point output for a loss", hint=hint)
     if len(floating) > 1 and term.custom is None:
         outputs = list_names([value.name or "" for value in floating], 6)
         hint = f"write `{floating[0].name}={term.spec}`, or one loss for each output"

@@ -150,6 +150,7 @@ def select(
 
     `roles` maps names of roles to parameters.
     """
+    targets = list(targets)
     constants = dict(candidates(model.graph))
     choices = {choice.name: choice for choice in judge(model, targets)}
     patterns = [*(trainable or ()), *freeze]
@@ -162,7 +163,7 @@ def select(
     choices = {name: _match(choice, trainable, freeze, roles) for name, choice in choices.items()}
     chosen = [name for name, choice in choices.items() if choice.role == "parameter"]
     if not chosen:
-        raise RecipeError("nothing is left to train: " + _summary(choices.values()), hint=_way_out(model.graph))
+        raise RecipeError("nothing is left to train: " + _summary(choices.values()), hint=_way_out(model, targets))
     parameters = [expose(model.graph, constants[name][0]) for name in chosen]
     return Selection(parameters, list(choices.values()))
 
@@ -396,10 +397,34 @@ def _match(
     return choice
 
 
-def _way_out(graph: ir.Graph) -> str:
-    if classical := {f"`{node.op_type}`" for node in graph if node.domain == ML_DOMAIN}:
+def _way_out(model: Model, targets: Iterable[ir.Value]) -> str:
+    targets = list(targets)
+    if ends := [f"`--loss {end.name}=LOSS`" for end in training_ends(model, targets) if end not in targets]:
+        return f"train the last value with a gradient: {' or '.join(ends[:3])}"
+    if classical := {f"`{node.op_type}`" for node in model.graph if node.domain == ML_DOMAIN}:
         return f"of `{ML_DOMAIN}`, LinearRegressor and LinearClassifier are trained, not {', '.join(sorted(classical))}"
     return "`onward describe MODEL --params` says what each tensor is"
+
+
+_DEEPEST = 64
+"""Most values before an output in which `training_ends` looks for weights."""
+
+
+def training_ends(model: Model, outputs: Iterable[ir.Value]) -> list[ir.Value]:
+    """Return the last values before outputs that gradients take to weights, as before an ArgMax."""
+    pending, seen, ends = list(outputs), set[ir.Value](), []
+    while pending and len(seen) < _DEEPEST:
+        value = pending.pop(0)
+        node = value.producer()
+        if node is None or value in seen:
+            continue
+        seen.add(value)
+        is_float = value.dtype is None or value.dtype.is_floating_point()
+        if is_float and any(choice.role == "parameter" for choice in judge(model, [value])):
+            ends.append(value)
+        else:
+            pending += [value for value in node.inputs if value is not None]
+    return ends
 
 
 def _summary(choices: Iterable[Choice]) -> str:

@@ -255,8 +255,9 @@ class _Back:
         nodes, outputs = recompute(op, body, inputs)
         after = dict(zip(self.floats, carried, strict=False))
         results = outputs[first_state:]
-        for state, result in zip(self.types, results, strict=False):
+        for state, result, value in zip(self.types, results, before, strict=False):
             _refuse_other_shape(self.node, state, result)
+            _refuse_growing(self.node, state, result, value)
         seeds = seeds_of(op, results, [*(after.get(i) for i in range(len(before))), *item_dys])
         for value, total in zip(self.captured, carried[len(self.floats) :], strict=True):
             seeds[value] = self._unflatten(op, value, total)  # the iteration adds to it
@@ -352,6 +353,16 @@ def _refuse_other_shape(node, before, after):
             f"the state `{before.name}` of `{node.op_type}` (node `{node.name}`) changes its shape from {before.shape} "
             f"to {after.shape}, which has no gradient",
             hint="start with a tensor of the final shape and fill it with `ScatterElements`",
+        )
+
+
+def _refuse_growing(node, state, result, before):
+    """Refuse a state to which each iteration appends, as to a cache of keys and values: its values cannot be stacked."""
+    producer = result.producer()
+    if producer is not None and producer.op_type == "Concat" and before.value in producer.inputs:
+        raise UnsupportedError(
+            f"the state `{state.name}` of `{node.op_type}` (node `{node.name}`) grows in each iteration",
+            hint="train the body with whole sequences, as in teacher forcing: export the module without its loop",
         )
 
 
