@@ -201,7 +201,7 @@ g (bool c, float[3] x) => (float[3] y) {
     ("proto", "words"),
     [
         (GROWING, "changes its shape"),
-        (CACHE, "the state `.*` grows in each iteration"),
+        (CACHE, r"the state `v` of `Loop` .* grows in each iteration"),
         (NOISY, "draws random numbers"),
         (UNKNOWN, "no gradient rule for `Strange`"),
     ],

@@ -124,8 +124,8 @@ def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if not floating:
         ends = [f"`{end.name}={term.spec}`" for end in training_ends(model, model.outputs)]
-        hint = f"name the last value with a gradient: {' or '.join(ends[:3])}" if ends else None
-        raise RecipeError("the model has no floating-point output for a loss", hint=hint)
+        advice = f"name the last value with a gradient: {' or '.join(ends[:3])}" if ends else None
+        raise RecipeError("the model has no floating-point output for a loss", hint=advice)
     if len(floating) > 1 and term.custom is None:
         outputs = list_names([value.name or "" for value in floating], 6)
         hint = f"write `{floating[0].name}={term.spec}`, or one loss for each output"

@@ -357,7 +357,7 @@ def _refuse_other_shape(node, before, after):
 
 
 def _refuse_growing(node, state, result, before):
-    """Refuse a state to which each iteration appends, as to a cache of keys and values: its values cannot be stacked."""
+    """Refuse a state to which each iteration appends, as to a cache of keys: its values cannot be stacked."""
     producer = result.producer()
     if producer is not None and producer.op_type == "Concat" and before.value in producer.inputs:
         raise UnsupportedError(
