@@ -359,6 +359,22 @@ class RecipeOptions:
         also="a mapping by pattern",
     )
     seed: Seed = _initial(0, "N", "for initial values, and for random numbers in training")
+    batch_axis: Mapping[str, int | str] = _data(
+        {},
+        "NAME=AXIS",
+        "axis of samples in an input or output of the file, such as `state=1`, or `none` if it has none: then each "
+        "sample is a whole tensor (default: 0, or read off symbols). Data have samples on axis 0",
+        repeated=True,
+    )
+    constants: Mapping[str, Any] = _data(
+        {},
+        "INPUT=VALUE",
+        "input that is the same for all samples and not in the data: `sr=16000`, `state=zeros`, `ones`, or numbers "
+        "such as `[0.5, 2]`",
+        flags="--constant",
+        repeated=True,
+        also="an array",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

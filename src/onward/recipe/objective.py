@@ -22,6 +22,7 @@ from onward.recipe.step_builder import StepBuilder, embed
 from onward.recipe.trainable import training_ends
 from onward.transform.merge import add_prefix
 from onward.transform.opset import convert_opset
+from onward.transform.training import INTERFACE_KEY
 from onward.transform.types import fill_in_types
 
 _EXISTING = "value"
@@ -113,6 +114,15 @@ def _input_names(custom: Any) -> list[str]:
     if type(custom).__name__ == "FunctionProto":
         return list(custom.input)
     return [value.name or "" for value in load(custom).inputs]
+
+
+def with_samples_first(term: Term, prediction: ir.Value) -> Term:
+    """Return the term for a prediction whose samples were moved to axis 0, where `ctc` has time by default."""
+    node = prediction.producer()
+    is_moved = node is not None and INTERFACE_KEY in node.metadata_props
+    if not is_moved or term.spec.name not in LOSSES or LOSSES[term.spec.name].name != "ctc":
+        return term
+    return dataclasses.replace(term, spec=Spec(term.spec.name, {**term.spec.options, "batch_first": True}))
 
 
 def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir.Value:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.arguments import is_empty
@@ -22,6 +23,7 @@ from onward.recipe.distill import Distillation
 from onward.recipe.exporter_notes import restore
 from onward.recipe.head import replace_head
 from onward.recipe.initialize import bind_initial_value, by_pattern, check_patterns
+from onward.recipe.interface import with_samples_first
 from onward.recipe.objective import unsuitable
 from onward.recipe.optimizers.graph_optimizer import FunctionOptimizer
 from onward.recipe.optimizers.groups import (
@@ -83,7 +85,8 @@ class Recipe(Fields, StepOptions):
                 "the model already carries its training",
                 hint="strip it first (`onward strip`), or add a step with `append=True` (`--append`)",
             )
-        model = quantize.dequantize(of_one_opset(model, OLDEST_OPSET)) if self.dequantize else model.copy()
+        model = quantize.dequantize(of_one_opset(model, OLDEST_OPSET)) if self.dequantize else model
+        model = with_samples_first(model, self.batch_axis, self.constants).copy()
         lifted = lift_from_bodies(model)
         restored = restore(model)
         model, teaching = self._adapt(model), self._distillation()
@@ -103,6 +106,7 @@ class Recipe(Fields, StepOptions):
         open_linear(model)
         summands = objective.terms(self.loss) if self.loss is not None else []
         predictions = objective.predictions(model, summands)
+        summands = [objective.with_samples_first(*pair) for pair in zip(summands, predictions, strict=True)]
         for warning in unsuitable(summands, predictions):
             warn(warning)
         students = teaching.students(model, predictions) if teaching else []
@@ -303,6 +307,8 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, str | int | float | bool) or value is None:
         return value
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return [_plain(item) for item in value]
     return f"<{type(value).__name__}>"

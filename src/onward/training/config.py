@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, get_type_hints
 
+import numpy as np
+
 from onward import engines
 from onward.arguments import Range, coerce, from_text, with_new_names
 from onward.configuration import read_configuration, write_yaml
@@ -250,6 +252,8 @@ def _plain(value: Any, name: str = "") -> Any:
         return {str(key): _plain(item, str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, np.ndarray | np.generic):  # a constant input
+        return value.tolist()
     return PLACEHOLDER
 
 

@@ -18,15 +18,18 @@ from onward.engines.initialization import start_over
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.inspect.parameters import exporter_remarks, verdicts
 from onward.model import Model
+from onward.model.state import states
 from onward.recipe import prepare, replace_head
+from onward.recipe.interface import batch_axes, with_samples_first
+from onward.recipe.losses import LOSSES
 from onward.recipe.losses.definitions import LENGTHS
-from onward.recipe.metrics import Labels
+from onward.recipe.metrics import Labels, labels_of, objectives
 from onward.recipe.objective import with_option
 from onward.recipe.preprocessing.augment import notes_on_moves, shared_axes
 from onward.recipe.preprocessing.join import open_preprocessing
 from onward.recipe.preprocessing.pipeline import TEXT_INPUT, Pipeline, Raw, form_of, pipelines
 from onward.recipe.preprocessing.text import Vocabulary, tokenize, words_of
-from onward.recipe.spec import Spec, arguments, options_of
+from onward.recipe.spec import Spec, arguments, options_of, parse
 from onward.recipe.training_mode import is_switchable
 from onward.run_state.reading import read_terms
 from onward.runtime.sessions import open_session
@@ -75,20 +78,43 @@ def prepare_training(
             "missing `loss`: the model is not a training model",
             hint='for example `loss="cross_entropy"` (`--loss cross_entropy`)',
         )
-    model, size, notes = _for_batches(original, batch_size)
+    axes, symbols = batch_axes(original, recipe.get("batch_axis") or {}, recipe.get("constants") or {})
+    recipe = {**recipe, "batch_axis": axes}
+    original = with_samples_first(original, axes, recipe.get("constants") or {})
+    model, size, notes, refusal = _for_batches(original, batch_size)
+    notes = [*(f"samples of `{name}` are along axis {axes[name]}, named `{symbols[name]}`" for name in symbols), *notes]
     preprocess, opened = with_vocabularies(open_preprocessing(recipe.get("preprocess")), model, data, columns)
     recipe = {"loss": None, "seed": seed, **recipe, "preprocess": preprocess}
     if fixed := _small_batches(model, data, size, recipe):
         recipe["batch_norm"] = "frozen"
         notes = [*notes, fixed]
     training = prepare(model, **recipe)
+    changed: dict[str, Any] = {}
     if any(term.name == "ctc" and "lengths" not in term.options for term in read_terms(training.step())):
         opened = open_data(data, window=window) if opened is None else opened
         if lengths := _lengths_in(opened, training, columns):
-            recipe["loss"] = with_option(recipe["loss"], "ctc", "lengths", lengths)
-            with warnings.catch_warnings(action="ignore"):  # the first call has warned
-                training = prepare(model, **recipe)
+            changed["loss"] = with_option(recipe["loss"], "ctc", "lengths", lengths)
             notes = [*notes, _NOTES_ON_LENGTHS[lengths]]
+    if refusal is not None and "accumulate" not in recipe:
+        if (reason := _not_a_mean(training)) is not None and batch_size is not None:
+            raise UnsupportedError(f"{refusal.message}; {reason}", hint=refusal.hint)
+        opened = open_data(data, window=window) if opened is None and reason is None else opened
+        rows = len(opened) if isinstance(opened, Dataset) else batch_size or USUAL_BATCH
+        count = min(batch_size or USUAL_BATCH, rows) // size if reason is None else 1
+        if count > 1:
+            changed["accumulate"] = count
+            how = f"each update accumulates {count} batches of {size}, with the gradient of a batch of {count * size}"
+        else:
+            how = "training with that batch size" + (f", since {reason}" if reason else "")
+        notes = [*notes, f"{refusal.message}; {how}"]
+    elif refusal is not None:
+        if batch_size is not None:
+            raise refusal
+        notes = [*notes, f"{refusal.message}; training with that batch size"]
+    if changed:
+        recipe |= changed
+        with warnings.catch_warnings(action="ignore"):  # the first call has warned
+            training = prepare(model, **recipe)
     notes = [*notes, *exporter_remarks(training, verdicts(training)), *notes_on_moves(training.step())]
     initialize = start_over if recipe.get("init", "file") != "file" else lambda prepared: prepared
     if preprocess is None or isinstance(preprocess, Model):
@@ -138,19 +164,39 @@ def _lengths_in(data: Dataset | Stream, training: Model, columns: Mapping[str, s
     return {0: None, 1: "target" if "input_lengths" in missing else "input", 2: "neither"}[len(missing)]
 
 
-def _for_batches(model: Model, batch_size: int | None) -> tuple[Model, int, list[str]]:
-    """Return the model for batches of a size, that size, and notes."""
+def _for_batches(model: Model, batch_size: int | None) -> tuple[Model, int, list[str], UnsupportedError | None]:
+    """Return the model for batches of a size, that size, notes, and why it takes no more samples, if so."""
     size = fixed_batch(model)
     if size is None or size == batch_size or (size > 1 and batch_size is None):
-        return model, batch_size or size or USUAL_BATCH, []
+        return model, batch_size or size or USUAL_BATCH, [], None
     try:
         freed = rebatch(model)
     except UnsupportedError as error:
-        if batch_size is not None:
+        if batch_size is not None and batch_size % size:
             raise
-        return model, size, [f"{error.message}; training with that batch size"]
+        return model, size, [], error
     note = f"the batch size of the model is fixed to {size}; made it dynamic for training"
-    return freed, batch_size or USUAL_BATCH, [note]
+    return freed, batch_size or USUAL_BATCH, [note], None
+
+
+def _not_a_mean(training: Model) -> str | None:
+    """Return why the gradient of a batch may not be the mean of those of its parts; None if it is."""
+    step = training.step()
+    if any(state.role == "statistics" for state in states(training)):
+        return "statistics are those of a batch"
+    labels = labels_of(training)
+    if step.fact("train.distill") is not None or (labels is not None and labels.ignored is not None):
+        return "the loss is not a mean over samples"
+    recipe = step.fact("train.recipe")
+    weight = recipe.get("sample_weight") if isinstance(recipe, dict) else None
+    if weight is not None and parse(weight).options.get("by", "count") != "count":
+        return "the loss is divided by the sum of weights"
+    for objective in objectives(training):
+        options = {**(LOSSES[objective.name].options if objective.name in LOSSES else {}), **objective.options}
+        is_divided = objective.by_number and options.get("weight") is not None
+        if options.get("reduction") not in ("mean", "batchmean") or is_divided:
+            return f"the loss `{objective.name}` is not a mean over samples"
+    return None
 
 
 _ROUGH = 16

@@ -19,7 +19,7 @@ from onward.model.serde import stamp
 from onward.model.walk import ancestors
 from onward.runtime.sessions import evaluate
 from onward.standard import is_standard
-from onward.transform.training import strip
+from onward.transform.training import strip, without_steps
 from onward.transform.types import fill_in_types
 
 
@@ -90,9 +90,13 @@ def _settle_sizes(value: ir.Value, sizes: Sequence[int | str]) -> dict[str, int 
 USUAL_BATCH = 32
 """Default number of samples in a batch."""
 
-_BATCH = "batch"
-_MEANS_BATCH = re.compile(r"n?_?batch(_?(size|dim|axis))?|bs", re.IGNORECASE)
+BATCH = "batch"
+MEANS_BATCH = re.compile(r"n?_?batch(_?(size|dim|axis))?|bs", re.IGNORECASE)
 """Names of the batch size in exported models."""
+_MEANS_LENGTH = re.compile(
+    r"(num_?)?(seq(uence)?|time(_?steps?)?|frames?|tokens?|nodes|edges)(_?(len(gth)?|dim|axis))?", re.IGNORECASE
+)
+"""Names of axes within a sample."""
 _TOLERANCE = 1e-4
 _MOST_NODES = 32
 """Largest number of nodes before a shape that are evaluated."""
@@ -117,8 +121,14 @@ def check_batch_axis(
         processes: the number of processes that share a batch.
 
     Raises:
-        DataError: the batch is not axis 0 of all inputs, or `wanted` is not their size.
+        DataError: the batch may not be axis 0 of all inputs, or `wanted` is not their size.
     """
+    own = {value.name or "" for value in of_model}
+    if scalar := next((name for name in own & inputs.keys() if inputs[name].shape == ir.Shape([])), None):
+        raise DataError(
+            f"`{scalar}` is one number, which has no samples",
+            hint=f'give the number: `constants={{"{scalar}": 16000}}` (`--constant {scalar}=16000`)',
+        )
     shapes = {name: list(value.shape) for name, value in inputs.items() if value.shape is not None and len(value.shape)}
     symbols = {name: [getattr(dim, "value", None) for dim in shape] for name, shape in shapes.items()}
     first = {axes[0]: name for name, axes in reversed(symbols.items()) if axes[0] is not None}
@@ -127,38 +137,39 @@ def check_batch_axis(
             if symbol is None or symbol == axes[0]:
                 continue
             if symbol in first:
-                raise _misplaced(f"`{symbol}` is axis 0 of `{first[symbol]}` and axis {axis} of `{name}`")
-            if _MEANS_BATCH.fullmatch(symbol):
-                raise _misplaced(f"`{symbol}` is axis {axis} of `{name}`, and rows are taken along axis 0")
+                raise _misplaced(f"`{symbol}` is axis 0 of `{first[symbol]}` and axis {axis} of `{name}`", name, axis)
+            if MEANS_BATCH.fullmatch(symbol):
+                raise _misplaced(f"`{symbol}` is axis {axis} of `{name}`, and samples are axis 0", name, axis)
+        if name in own and axes[0] is not None and _MEANS_LENGTH.fullmatch(axes[0]):
+            raise DataError(
+                f"axis 0 of `{name}` is `{axes[0]}`, which is not a batch",
+                hint=f'if it is within a sample: `batch_axis={{"{name}": "none"}}` (`--batch-axis {name}=none`); '
+                f"if it is the batch: `--batch-axis {name}=0`",
+            )
     sizes = {name: shape[0] for name, shape in shapes.items() if isinstance(shape[0], int)}
     if not sizes:
         return None
-    name, size = next(iter(sizes.items()))
+    fixed_inputs = [name for name in sizes if name in own] or [*sizes]
+    name = max(fixed_inputs, key=lambda name: (sizes[name] != 1, len(shapes[name])))
+    size = sizes[name]
     if other := next((other for other in sizes if sizes[other] != size), None):
-        raise DataError(
-            f"axis 0 is {size} for `{name}` but {sizes[other]} for `{other}`",
-            hint="export the model with the batch on axis 0 of all inputs, and inputs without a batch as constants",
-        )
+        raise _misplaced(f"axis 0 is {sizes[other]} for `{other}` but {size} for `{name}`", name)
+    if any_size := next((other for other in shapes if other in own and other not in sizes), None):
+        raise _misplaced(f"`{name}` takes {size} rows per batch, and `{any_size}` any number", name)
     fixed = size * processes
     if wanted in (None, fixed):
         return fixed
-    own = [value.name or "" for value in of_model]
-    if any_size := next((other for other in own if other in symbols and symbols[other][0] is not None), None):
-        raise DataError(
-            f"`{name}` takes {size} rows per batch, and `{any_size}` any number",
-            hint=f"export the model with a dynamic batch for `{name}`, or with `{name}` as a constant",
-        )
     raise DataError(
         f"the model takes batches of {fixed}, not of {wanted}",
         hint=f"use `batch_size={fixed}` (`--batch-size {fixed}`)",
     )
 
 
-def _misplaced(what: str) -> DataError:
+def _misplaced(what: str, name: str, axis: int = 1) -> DataError:
     return DataError(
         what,
-        hint="export the model with the batch on axis 0 of all inputs, or write the loop: "
-        "`onward.engines.start(model).step(batch)`",
+        hint=f'say where samples are: `batch_axis={{"{name}": {axis}}}` (`--batch-axis {name}={axis}`); or, for an '
+        f'input that is not in the data: `constants={{"{name}": "zeros"}}` (`--constant {name}=zeros`)',
     )
 
 
@@ -191,8 +202,8 @@ def rebatch(source: Source) -> Model:
     halves = [{value.name or "": _sample(rng, value) for value in model.inputs} for _ in range(2)]
     whole = {name: np.concatenate([half[name] for half in halves]) for name in halves[0]}
     try:
-        expected = [evaluate(strip(model), half) for half in halves]
-        results = evaluate(strip(result), whole)
+        expected = [evaluate(without_steps(model), half) for half in halves]
+        results = evaluate(without_steps(result), whole)
     except (DataError, UnsupportedError) as error:
         raise _refusal(size, error.message) from error
     for value, first, second, both in zip(result.outputs, *expected, results, strict=True):
@@ -231,7 +242,7 @@ def _target(model: Model, shape: ir.Value | None) -> tuple[int, ...] | None:
 def _free_axis(shape: ir.Shape | None, size: int) -> ir.Shape | None:
     if shape is None or not len(shape) or shape[0] != size:
         return shape
-    return ir.Shape([_BATCH, *list(shape)[1:]])
+    return ir.Shape([BATCH, *list(shape)[1:]])
 
 
 def _free_reshape(model: Model, node: ir.Node, target: tuple[int, ...], size: int) -> None:

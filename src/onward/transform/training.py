@@ -29,7 +29,8 @@ def strip(model: Source) -> Model:
 
         plain = onward.transform.strip("training.onnx")
 
-    Weights that the model stored as integers, or in bodies, are stored so again.
+    Weights that the model stored as integers, or in bodies, are stored so again. Inputs and outputs
+    are those of the file before `batch_axis` and `constants`.
 
     - `model`: any model
     """
@@ -39,6 +40,7 @@ def strip(model: Source) -> Model:
     restore_linear_models(model)
     for node in model.graph:
         node.metadata_props.pop(FIXED_KEY, None)
+    restore_interface(model)
     return model
 
 
@@ -138,6 +140,38 @@ def _compatible(old: ir.Shape, new: ir.Shape) -> bool:
     if len(old) != len(new):
         return False
     return all(a == b or not isinstance(a, int) or not isinstance(b, int) for a, b in zip(old, new, strict=True))
+
+
+# ---- inputs and outputs ----------------------------------------------------------------------------------------------
+
+
+INTERFACE_KEY = "train.interface"
+"""Metadata of a node that moves samples to axis 0 or replaces an input: name and shape in the file as JSON."""
+
+
+def restore_interface(model: Model) -> None:
+    """Restore inputs and outputs that were changed for data, in place."""
+    graph = model.graph
+    inputs: list[tuple[int, ir.Value]] = []
+    ends = [node for node in graph if INTERFACE_KEY in node.metadata_props]
+    for node in ends:
+        fact = json.loads(node.metadata_props[INTERFACE_KEY])
+        name, value, inner = fact["name"], node.outputs[0], node.inputs[0]
+        shape = None if fact["shape"] is None else ir.Shape(fact["shape"])
+        if "input" in fact:
+            restored = ir.Value(name=name, type=value.type, shape=shape)
+            value.replace_all_uses_with(restored, replace_graph_outputs=True)
+            inputs.append((fact["input"], restored))
+        elif value.is_graph_output() and inner is not None:
+            graph.outputs[graph.outputs.index(value)] = inner
+            value.name, inner.name, inner.shape = None, name, shape
+    if ends:
+        remove_unused(graph)
+    names = {value.name for _, value in inputs}
+    for value in [value for value in graph.inputs if value.name in names]:
+        graph.inputs.remove(value)
+    for position, value in sorted(inputs, key=lambda row: row[0]):
+        graph.inputs.insert(position, value)
 
 
 # ---- linear models of ai.onnx.ml -------------------------------------------------------------------------------------

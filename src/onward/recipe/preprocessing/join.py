@@ -116,11 +116,12 @@ def _put_pipeline_before(model: Model, name: str, pipeline: Pipeline) -> ModelIn
     result.value.type, result.value.shape, result.value.name = value.type, value.shape, value.name
     value.replace_all_uses_with(result.value, replace_graph_outputs=True)
     model.graph.inputs[model.graph.inputs.index(value)] = raw
-    _move_before(model.graph, first)
+    move_before(model.graph, first)
     return ModelInput(result.value, picture.x.value, picture.form, picture.limit, pipeline.resized_late_by)
 
 
-def _move_before(graph: ir.Graph, first: ir.Graph) -> None:
+def move_before(graph: ir.Graph, first: ir.Graph) -> None:
+    """Put the nodes and constants of a graph before another; none of them is trained."""
     nodes, constants = take_apart(first)
     for node in nodes:
         if node.op_type == "Constant":
@@ -156,7 +157,7 @@ def _put_graph_before(model: Model, source: Model) -> dict[str, ModelInput]:
         name = free if (free := name.removesuffix(RAW)) in joins else name
         value.name = name if name in joins else names.fresh(name)
     model.graph.inputs.clear()
-    _move_before(model.graph, first.graph)
+    move_before(model.graph, first.graph)
     model.graph.inputs.extend([*raw, *own_inputs])
     for domain, version in first.ir.opset_imports.items():
         if model.ir.opset_imports.setdefault(domain, version) < version and domain == ML_DOMAIN:
