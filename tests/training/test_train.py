@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -182,8 +184,27 @@ def test_a_model_that_cannot_take_more(folder: Path, capfd: pytest.CaptureFixtur
     assert run.read_progress()["step"] == 12
     told = capfd.readouterr().err
     assert told.count("works for batches of 1 only: `logits` of a sample depends on the other samples") == 1
+    assert told.count("each update accumulates 12 batches of 1, with the gradient of a batch of 12") == 1
+    for loss in ("ce:ignore_index=0", "ce:reduction=sum", "ce:weight=[1,1,1,1,1,1,1,1,1,2]"):
+        with pytest.raises(UnsupportedError, match="batches of 1 only.* is not a mean over samples"):
+            train(fixed(1, through=MIXED), digits(), batch_size=8, **{**RECIPE, "loss": loss}, **QUIET)
     with pytest.raises(UnsupportedError, match="batches of 1 only"):
-        train(fixed(1, through=MIXED), digits(), batch_size=8, **RECIPE, **QUIET)
+        train(fixed(1, through=MIXED), digits(), batch_size=8, accumulate=2, **RECIPE, **QUIET)
+
+
+ALONE = """n = Constant<value_ints: ints = [1, 10]>() flat = Reshape(raw, n) s = Squeeze(flat)
+           a = Constant<value_ints: ints = [0]>() logits = Unsqueeze(s, a)"""
+
+
+def test_accumulated_batches_of_one_have_the_gradient_of_the_batch(folder: Path) -> None:
+    """The model computes what its free form does; Squeeze without axes keeps it from larger batches."""
+    recipe = {"loss": "cross_entropy", "optimizer": "adamw:lr=1e-2", "clip": "norm:0.1"}
+    settings: dict[str, Any] = dict(shuffle=False, epochs=3, batch_size=8, validation=digits(20, seed=1), **QUIET)
+    alone = train(fixed(1, through=ALONE), digits(40), run="alone", **recipe, **settings)
+    free = train(digits_mlp(), digits(40), run="free", **recipe, **settings)
+    assert alone.read_results() == pytest.approx(free.read_results(), rel=1e-5)
+    for a, b in zip(alone.load_best().graph.initializers.values(), free.load_best().graph.initializers.values()):
+        np.testing.assert_allclose(a.const_value.numpy(), b.const_value.numpy(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_last_batch_that_is_not_full(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -211,34 +232,28 @@ def recurrent(inputs: str, result: str = "batch, 2") -> onnx.ModelProto:
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ("float[batch, 2] input, float[2, batch, 2] state", "`batch` is axis 0 of `input` and axis 1 of `state`"),
-        ("float[2, batch, 2] state, float[batch, 2] input", "`batch` is axis 0 of `input` and axis 1 of `state`"),
-        (
-            "float[B, 2] input, float[2, batch, 2] state",
-            "`batch` is axis 1 of `state`, and rows are taken along axis 0",
-        ),
-        ("float[time, batch, 2] input, float[time, batch, 2] state", "`batch` is axis 1 of `input`, and rows are"),
-        (
-            "float[1, 2] input, float[2, 1, 2] state",
-            "axis 0 is 1 for `input` but 2 for `state`",
-        ),
+        ("float[a, b, 2] input, float[b, a, 2] state", "`b` is axis 0 of `state` and axis 1 of `input`"),
+        ("float[B, 2] input, float[2, batch, 2] state", "`batch` is axis 1 of `state`, and samples are axis 0"),
+        ("float[1, 2] input, float[2, 1, 2] state", "axis 0 is 1 for `input` but 2 for `state`"),
         ("float[B, 2] input, float[2, N, 2] state", "`state` takes 2 rows per batch, and `input` any number"),
+        ("float[?, 2] input, float[2, ?, 2] state", "`state` takes 2 rows per batch, and `input` any number"),
+        ("float[?, 2] input, float[frames, ?, 2] state", "axis 0 of `state` is `frames`, which is not a batch"),
     ],
 )
-def test_a_batch_that_is_not_axis_0_is_refused(folder: Path, inputs: str, said: str) -> None:
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_batch_that_may_not_be_axis_0_is_refused(folder: Path, inputs: str, said: str, batch_size: Any) -> None:
     """No size of batch is right for the layers of a state, and none is hinted at."""
-    model = recurrent(inputs, "D, E" if "time" not in inputs else "D, E, F")
+    model = recurrent(inputs, "D, E")
     rng = np.random.default_rng(0)
-    arrays = {"input": rng.normal(size=(8, 2)), "state": rng.normal(size=(2, 8, 2)), "target": rng.normal(size=(8, 2))}
-    data = {name: array.astype(np.float32) for name, array in arrays.items()}
+    data = {"input": rng.normal(size=(8, 2)), "state": rng.normal(size=(8, 2, 2)), "target": rng.normal(size=(8, 2))}
+    data = {name: array.astype(np.float32) for name, array in data.items()}
     settings = {"loss": "mse", "optimizer": "sgd:lr=0.1", "trainable": "weight"}
-    rows = data | {"state": np.moveaxis(data["state"], 1, 0)}
-    for given in (data, rows, lambda: iter([data])) if "any number" not in said else [rows]:
+    for given in (data, lambda: iter([data])):
         with pytest.raises(DataError) as caught:
-            train(model, given, **settings, **QUIET)
-        assert said in str(caught.value) and "batch_size" not in str(caught.value.hint)
-    with pytest.raises(DataError, match=said.split(" any")[0]):
-        onward.lower(onward.prepare(model, **settings), part="run", batch_size=4)
+            train(model, given, batch_size=batch_size, **settings, **QUIET)
+        assert said in str(caught.value) and "--batch-axis" in str(caught.value.hint)
+    with pytest.raises(DataError, match=re.escape(said)):
+        onward.lower(onward.prepare(model, **settings), part="run", batch_size=batch_size)
     assert not (folder / "runs").exists() or not list((folder / "runs").iterdir())
 
 

@@ -111,28 +111,33 @@ def with_samples_first(source: Model, chosen: Mapping[str, Any], constants: Mapp
     if unknown := [name for name in constants if name not in inputs]:
         raise UnknownNameError(f"the model has no input `{unknown[0]}`", hint=suggest_or_list(unknown[0], inputs))
     _rename_first(model, axes, constants)
+    is_alone = any(axes.get(value.name or "") == "none" for value in model.outputs)
     first = ir.Graph([], [], nodes=[], name="interface", opset_imports={"": model.opset})
     op = Builder(first, opset=model.opset, names=model.names(), scope="interface")
     positions = {name: model.graph.inputs.index(value) for name, value in inputs.items()}
     samples: list[ir.Value] = []
     for name, value in inputs.items():
         if name not in constants:
-            samples.append(value)
-            if axis := axes.get(name):
-                samples[-1] = raw = _sample_input(value, axis)
-                moved = op.Squeeze(raw, [0]) if axis == "none" else op.Transpose(raw, perm=_order(raw, axis, False))
-                _enter(model, positions[name], value, moved, raw)
+            samples.append(raw := _sample_input(value, axes.get(name, 0), is_alone))
+            if raw is not value:
+                _enter(model, positions[name], value, _as_in_file(op(raw), axes.get(name, 0)), raw)
     if not samples:
         raise RecipeError("no input is left for data", hint=f"leave out the constant `{next(iter(constants))}`")
     for name, stated in constants.items():
         value, stored = inputs[name], op.constant(_array(inputs[name], stated))
-        sizes = _sizes(op, value, stored, axes.get(name), samples)
-        _enter(model, positions[name], value, op.Identity(stored) if sizes is None else op.Expand(stored, sizes), None)
+        axis = axes.get(name)
+        sizes = _sizes(op, value, stored, axis, samples)
+        result = op.Identity(stored) if sizes is None else op.Expand(stored, sizes)
+        _enter(model, positions[name], value, result, None)
+        if isinstance(axis, int) and value.shape is not None:
+            shape = [*value.shape]
+            shape[axis] = next((raw.shape[0] for raw in samples if raw.shape), shape[axis])
+            result.value.shape = ir.Shape(shape)
     move_before(model.graph, first)
     op = Builder(model.graph, opset=model.opset, names=op.names, scope="interface")
     for i, value in enumerate(list(model.graph.outputs)):
-        if axis := axes.get(value.name or ""):
-            _leave(op, model.graph, i, value, axis)
+        if value.name in axes and axes[value.name] != 0:
+            _leave(op, model.graph, i, value, axes[value.name])
     return model
 
 
@@ -151,13 +156,22 @@ def _rename_first(model: Model, axes: Mapping[str, Axis], constants: Iterable[st
         value.shape = ir.Shape([BATCH, *list(value.shape)[1:]])
 
 
-def _sample_input(value: ir.Value, axis: Axis) -> ir.Value:
-    """Return an input with samples on axis 0."""
+def _sample_input(value: ir.Value, axis: Axis, is_alone: bool) -> ir.Value:
+    """Return an input with samples on axis 0; only one of them if each is alone in a batch."""
     dims = list(value.shape or ())
-    size: Any = 1 if axis == "none" else dims.pop(axis)
+    size: Any = 1 if axis == "none" or not dims else dims.pop(axis)
+    size = 1 if is_alone and not isinstance(size, int) else size
+    if axis == 0 and (not value.shape or size == value.shape[0]):
+        return value
     if isinstance(size, ir.SymbolicDim) and size.value is None:
         size = BATCH
     return ir.Value(name=value.name, type=value.type, shape=ir.Shape([size, *dims]), doc_string=value.doc_string)
+
+
+def _as_in_file(x: Expr, axis: Axis) -> Expr:
+    if axis == "none":
+        return x.op.Squeeze(x, [0])
+    return x.op.Transpose(x, perm=_order(x.value, axis, first=False)) if axis else x.op.Identity(x)
 
 
 def _order(value: ir.Value, axis: int, first: bool) -> list[int]:
@@ -193,7 +207,8 @@ def _leave(op: Builder, graph: ir.Graph, position: int, value: ir.Value, axis: A
     dims: list[Any] = list(value.shape or ())
     fact = {"name": value.name, "shape": _stated(value.shape)}
     if axis == "none":
-        moved, dims = op.Unsqueeze(value, [0]), [1, *dims]
+        moved = op.Unsqueeze(value, [0])
+        dims = [1, *(None if MEANS_BATCH.fullmatch(getattr(dim, "value", None) or "") else dim for dim in dims)]
     else:
         moved = op.Transpose(value, perm=_order(value, axis, first=True))
         dims.insert(0, dims.pop(axis))
@@ -238,7 +253,7 @@ def _sizes(op: Builder, value: ir.Value, stored: Expr, axis: Axis | None, data: 
         symbol = getattr(dim, "value", None)
         source = next(((v, _symbols(v).index(symbol)) for v in data if symbol in _symbols(v)), None) if symbol else None
         if i == axis:
-            source = next(((v, 0) for v in data if v.shape is not None), source)
+            source = next(((v, 0) for v in data if v.shape), source)
         at = i - len(value.shape) + len(own)
         if source is not None:
             parts.append(op.Shape(source[0], start=source[1], end=source[1] + 1))
