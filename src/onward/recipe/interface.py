@@ -261,7 +261,7 @@ def _sizes(op: Builder, value: ir.Value, stored: Expr, axis: Axis | None, data: 
             parts.append(np.asarray([dim if isinstance(dim, int) else own[at]], np.int64))
         else:
             raise RecipeError(
-                f"the size {i} of `{value.name}` is open: {value.shape}",
+                f"axis {i} of `{value.name}` is open: {value.shape}",
                 hint=f"if it is the batch: {option_of_axis(value.name or '', i)}",
             )
     if len(own) > len(parts) or any(
