@@ -104,6 +104,13 @@ class _TensorNames:
         return self._names[key]
 
 
+def rounded_types(checkpoint: Checkpoint, types: Mapping[str, np.dtype]) -> str:
+    """Return the dtypes of a checkpoint's tensors that a model has in another type, without a float32 copy."""
+    masters = {name for name, slot, _ in checkpoint.stored_slots if slot == MASTER}
+    pairs = ((checkpoint.tensors[name].dtype, dtype) for name, dtype in types.items() if name not in masters)
+    return ", ".join(sorted({str(stored) for stored, dtype in pairs if stored != dtype}))
+
+
 def _key(tensor: Tensor) -> Any:
     """Return a key that is equal for the same tensor."""
     return tensor if isinstance(tensor, StoredTensor) else id(tensor)

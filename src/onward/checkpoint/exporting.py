@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from onward.arguments import checked
-from onward.checkpoint.embedded import embedded_checkpoint
+from onward.checkpoint.embedded import embedded_checkpoint, rounded_types
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS, open_either, writable
 from onward.checkpoint.name_matching import Match, pair_names, with_own_names
-from onward.checkpoint.pytorch.contents import UPDATES, refuse_pickled_module
+from onward.checkpoint.pytorch.contents import UPDATES
 from onward.checkpoint.pytorch.state_dicts import advance_counter, advance_state, state_of
 from onward.errors import Error, UnknownNameError, UnsupportedError, default_hint, list_names, suggest, warn
 from onward.inspect import describe
@@ -46,8 +46,6 @@ def to_checkpoint(
     """
     chosen = format_named(format)
     source = open_either(training)
-    if isinstance(source, Checkpoint):
-        refuse_pickled_module(source)
     checkpoint = source if isinstance(source, Checkpoint) else checkpoint_of_model(source)
     if isinstance(source, Model) and checkpoint.waiting:
         raise UnsupportedError(
@@ -124,6 +122,9 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         )
     else:
         before, matched = origin
+        types = {theirs: model.initializer(ours).const_value.dtype.numpy() for theirs, ours in matched.names.items()}
+        if rounded := rounded_types(before, types):
+            warn(f"weights are rounded to {rounded}, as `{before.path}` stores them")
         slots, since = _slots(model, run.step, matched), run.step - (before.step or 0)
         averages = {name: tensor for name, _, tensor in _state_tensors(model, matched, "ema")}
         checkpoint = dataclasses.replace(
@@ -223,7 +224,7 @@ def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[Schedul
     present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]
     schedules = []
     for schedule in before or (None,):
-        if schedule is not None and schedule.words is not None:  # else the training model has another
+        if schedule is not None and (schedule.words is not None or "last_step" in schedule.state):  # else the training model has another
             state = advance_state(schedule.state, present, position)
             schedules.append(SchedulerState(state, schedule.words, position, every))
         else:

@@ -390,8 +390,12 @@ def _divided(order: Order, optimizer: OptimizerState, shapes: Shapes) -> tuple[l
             return None, f"{len(sizes)} groups with different settings, and no state whose shapes tell them apart"
     groups = [[stored.get(number) for number in group.parameters] for group in optimizer.groups]
     group_numbers = _divide([shapes.get(name, ()) for name in names], groups, has_frozen)
-    if group_numbers is None and not has_frozen and not others:
-        return names, NOT_PROVEN
+    proof = "shapes fit its groups in one way"
+    if group_numbers is None and not has_frozen:
+        if not others:
+            return names, f"groups are taken in a row, {NOT_PROVEN}"
+        group_numbers = _divide_by_kind(names, shapes, groups)
+        proof = f"groups are taken as biases, normalizations and others, {NOT_PROVEN}"
     if group_numbers is None:
         several = f"shapes fit its {len(sizes)} groups in several ways"
         return None, f"{several}; name the frozen parameters: `--freeze PATTERN`" if has_frozen else several
@@ -400,13 +404,12 @@ def _divided(order: Order, optimizer: OptimizerState, shapes: Shapes) -> tuple[l
     grouped = [
         [name for name, number in zip(names, group_numbers, strict=True) if number == i] for i in range(len(sizes) + 1)
     ]
-    proof = "shapes fit its groups in one way"
     if frozen := grouped.pop():
         proof += f", without {list_names(frozen, 3)}: frozen"
     return [name for group_names in grouped for name in group_names], proof
 
 
-NOT_PROVEN = "groups are taken in a row, and shapes fit in other ways, too (`--names`)"
+NOT_PROVEN = "and shapes fit in other ways, too (`--names`)"
 """End of a note if shapes do not prove the groups of an optimizer."""
 
 _MOST_DIVISIONS = 4096
@@ -442,6 +445,26 @@ def _divide(
         number, path = path
         division.append(number)
     return None if path is None else division[::-1]
+
+
+def _divide_by_kind(
+    names: Sequence[str], shapes: Shapes, groups: Sequence[Sequence[tuple[int, ...] | None]]
+) -> list[int] | None:
+    """Return the group of each parameter if groups are of kinds: biases, other vectors, the rest.
+
+    Return None if none or several of these divisions fit.
+    """
+    kinds = [0 if name.endswith("bias") else 1 if len(shapes.get(name, ())) < 2 else 2 for name in names]
+    fitting: set[tuple[int, ...]] = set()
+    for group_of_kind in itertools.product(range(len(groups)), repeat=3) if len(groups) <= 3 else ():
+        division = tuple(group_of_kind[kind] for kind in kinds)
+        grouped = [[shapes.get(name) for name, at in zip(names, division, strict=True) if at == i] for i in range(len(groups))]
+        if all(
+            len(group) == len(expected) and all(theirs in (None, ours) for theirs, ours in zip(group, expected, strict=True))
+            for group, expected in zip(groups, grouped, strict=True)
+        ):
+            fitting.add(division)
+    return list(fitting.pop()) if len(fitting) == 1 else None
 
 
 def _rename_slots(optimizer: OptimizerState, names: Mapping[Any, str]) -> OptimizerState:

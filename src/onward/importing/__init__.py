@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onward.checkpoint.embedded import embed
+from onward.checkpoint.embedded import embed, rounded_types
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import open_checkpoint
 from onward.checkpoint.name_matching import Match, match, with_names, with_own_names
-from onward.checkpoint.pytorch.contents import refuse_pickled_module
 from onward.checkpoint.summary import plain, settings
 from onward.errors import ArgumentError, UnsupportedError, first_line, list_names, warn
 from onward.importing.capture import capture_model, orders_of_configuration
@@ -30,6 +29,7 @@ from onward.importing.recipes import (
     type_of,
     updates_made,
     weights_and_slots,
+    widened,
 )
 from onward.importing.schedules import schedule_by_updates
 from onward.model import Model, load
@@ -91,7 +91,6 @@ def plan_import(
     """Return the plan of `from_checkpoint`, without executing it."""
     arguments = _Arguments(path, like, **options)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    refuse_pickled_module(checkpoint)
     if like is None:
         captured = capture_model(checkpoint, arguments.module, arguments.example_inputs, arguments.loss)
         return plan(checkpoint, captured if arguments.probe else captured._replace(probe=None), arguments)
@@ -111,7 +110,6 @@ def with_weights(
     model, checkpoint = load(model).copy(), open_checkpoint(path)
     if model.steps:
         raise ArgumentError("the model already carries its training", hint="strip it first: `onward strip`")
-    refuse_pickled_module(checkpoint)
     restore(model, unfold=True)
     matched = match(checkpoint.tensors, model, names if isinstance(names, Mapping) else None, checkpoint.tied)
     refuse_unmatched(checkpoint, matched, set())
@@ -279,6 +277,8 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
         recipe=recipe,
     )
     checkpoint = dataclasses.replace(checkpoint, step=step)
+    if rounded := rounded_types(checkpoint, {theirs: weights[ours].dtype for theirs, ours in matched.names.items()}):
+        notes[f"its weights are {rounded}, and continue in the type of the model"] = True
     notes |= frozen | dict(scheduled.notes) | dict.fromkeys([*remarks, *checkpoint.remarks], True)
     assumptions = tuple(note for note, is_assumed in notes.items() if is_assumed)
     return ImportPlan(checkpoint, matched, run, slots, weights, tuple(notes), assumptions, captured.probe)
@@ -314,12 +314,10 @@ def _set_state(model: Model, name: str, tensor: Tensor, problems: Problems) -> N
     if tuple(initial.shape.numpy()) != tensor.shape:
         problem = f"`{name}` is {list(tensor.shape)}, not {list(initial.shape.numpy())}"
         problems.add(problem, "give the model of the checkpoint")
-    elif initial.dtype.numpy() == tensor.dtype:
-        state.const_value = as_initializer(tensor, name, initial.metadata_props)
-    elif not tensor.shape:
-        model.set(name, tensor.array())
+    elif tensor.shape or initial.dtype.numpy() == tensor.dtype:
+        state.const_value = as_initializer(widened(name, tensor, initial.dtype.numpy()), name, initial.metadata_props)
     else:
-        problems.add(f"`{name}` is {tensor.dtype}, not {initial.dtype.numpy()}", "give a model of the same dtype")
+        model.set(name, tensor.array())
 
 
 def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[ParameterGroup]) -> bool:

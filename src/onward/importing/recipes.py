@@ -24,7 +24,7 @@ from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
 from onward.run_state.problems import Problems
 from onward.run_state.state import COUNT, MASTER, ParameterGroup, RunState
-from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of
+from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype, count_of
 from onward.transform.training import without_steps
 
 
@@ -209,19 +209,21 @@ def weights_and_slots(
         (masters if slot == MASTER else slots)[ours if slot == MASTER else f"{ours}/{slot}"] = tensor
     wide = [name for name in masters if type_of(model, name) == ir.DataType.FLOAT]
     weights |= {name: masters.pop(name) for name in wide}
-    _check_types(weights, model)
+    weights = {name: widened(name, tensor, type_of(model, name).numpy()) for name, tensor in weights.items()}
     slots |= {f"{name}/{MASTER}": tensor for name, tensor in masters.items()}
     narrow = any(type_of(model, name) in _NARROW for name in trained)
     return weights, slots, bool(masters) if narrow else None
 
 
-def _check_types(weights: Mapping[str, Tensor], model: Model) -> None:
-    problems = Problems("the tensors of the checkpoint")
-    for name, tensor in weights.items():
-        if type_of(model, name).numpy() != tensor.dtype:
-            what = f"`{name}` is {tensor.dtype}, and {type_of(model, name).name.lower()} in the model"
-            problems.add(what, "give a model with the dtype of its weights")
-    problems.refuse()
+def widened(name: str, tensor: Tensor, dtype: np.dtype) -> Tensor:
+    """Return a tensor in the type of a model, if it holds all values of the stored type."""
+    if tensor.dtype == dtype:
+        return tensor
+    if dtype.kind != "f" or tensor.dtype.kind in "biu" or np.result_type(tensor.dtype, dtype) != dtype:
+        raise UnsupportedError(
+            f"`{name}` is {tensor.dtype}, and {dtype} in the model", hint="give a model with the dtype of its weights"
+        )
+    return convert_dtype(tensor, dtype)
 
 
 def updates_made(

@@ -130,7 +130,7 @@ def _checkpoint(path: Path, saved: _Saved) -> Checkpoint:
         schedules=(scheduler.schedule,),
         step=steps - counters.get("skipped_steps", 0) if isinstance(steps, int) else None,
         progress={**progress_of(model), **counters},
-        randomness=tuple(contents_of({k: v for k, v in model.items() if k not in _OWN})["randomness"]),
+        randomness=tuple(contents_of({k: v for k, v in model.items() if k not in _OWN})["randomness"].values()),
         data=mapping(model.get("data_sampler")),
         scaler=dict(scaler) if scaler.get("dynamic") or scaler.get("cur_scale", 1) != 1 else {},
         clip={"norm": float(clip), "variant": "torch"} if clip else {},

@@ -102,7 +102,7 @@ def _random(objects: Mapping[str, Any]) -> tuple[RandomState, ...]:
         if match := _RANDOM.fullmatch(key):
             index, sizes = ([int(number) for number in match[key].split(".")] for key in ("index", "sizes"))
             rank = int(np.ravel_multi_index(index, sizes))
-            randomness = contents_of(value if isinstance(value, list) else [value])["randomness"]
+            randomness = contents_of([value])["randomness"].values()
             states += [RandomState(generator.kind, generator.state, rank) for generator in randomness]
     return tuple(states)
 
@@ -121,7 +121,7 @@ def _read_old(path: Path, folder: Path) -> Checkpoint:
     for inner in _inner_states(tree):
         slots |= numbered_slots(inner, mapping(tree.get("optimizer")).get("fp32_from_fp16_params") or None)
     trees = {first.name: {key: value for key, value in tree.items() if key != "model"}}
-    randomness = tuple(contents_of(tree.get("rng_state") or [])["randomness"])
+    randomness = tuple(contents_of(tree.get("rng_state") or [])["randomness"].values())
     return _checkpoint(path, tree, tensors, slots, randomness, trees)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from onward.checkpoint.pytorch.state_dicts import (
     up_to_date,
 )
 from onward.checkpoint.safetensors_files import INDEX, read_json, read_model_folder, write_json
-from onward.errors import InvalidModelError, UnsupportedError
+from onward.errors import InvalidModelError, list_names
 from onward.model.storage.files import is_plain_name
 from onward.run_state.state import OptimizerState, RandomState
 from onward.run_state.tensors import Tensor, count_of, is_number
@@ -60,30 +61,52 @@ def is_harmless(name: Name) -> bool:
     return name.module in _HARMLESS and name.name not in _HARMFUL
 
 
-def contents_of(*trees: Any) -> dict[str, list[Any]]:
-    """Return the outermost state dicts in trees, by kind: `modules`, `optimizers` and so on."""
-    contents: dict[str, list[Any]] = defaultdict(list)
-    pending = [(tree, _DEEPEST) for tree in reversed(trees)]
+def contents_of(trees: Mapping[str, Any] | Sequence[Any]) -> dict[str, dict[str, Any]]:
+    """Return the outermost states in files, by kind (`modules`, `optimizers` and so on) and by name.
+
+    A name is the path of keys: `generator`, `callbacks.ema`. In one of several files, it begins with the file.
+    """
+    contents: dict[str, dict[str, Any]] = defaultdict(dict)
+    pending: list[tuple[tuple[Any, ...], Any, int]] = [((), trees, _DEEPEST + 1)]
     while pending:
-        tree, depth = pending.pop()
+        path, tree, depth = pending.pop()
+        file = [Path(str(key)).name.partition(".")[0] for key in path[:1] if len(path) == 1 or len(trees) > 1]
+        name = ".".join([*file, *map(str, path[1:])])
         if is_optimizer_state(tree):
-            contents["optimizers"].append(tree)
+            contents["optimizers"][name] = tree
         elif is_schedule_state(tree):
-            contents["schedules"].append(tree)
+            contents["schedules"][name] = tree
         elif (generator := _generator_of(tree)) is not None:
-            contents["randomness"].append(RandomState(generator, tree))
+            contents["randomness"][name] = RandomState(generator, tree)
         elif isinstance(tree, Mapping) and tree.keys() >= _SCALER:
-            contents["scalers"].append(tree)
+            contents["scalers"][name] = tree
         elif isinstance(tree, Mapping) and tree.keys() >= _LOADER:
-            contents["data"].append(tree)
-        elif _is_module_state(tree):
-            contents["averages" if AVERAGED in tree else "modules"].append(tree)
-        elif depth and isinstance(tree, Mapping | list):
-            children = list(tree.values() if isinstance(tree, Mapping) else tree)
-            pending += [(child, depth - 1) for child in reversed(children)]
+            contents["data"][name] = tree
+        elif is_module(tree) or _is_module_state(tree):
+            state = dict(module_entries(tree)) if isinstance(tree, Object) else tree
+            contents["averages" if AVERAGED in state or OF_AVERAGES.search(name) else "modules"][name] = state
+        elif depth and isinstance(tree, Mapping | list | tuple):
+            children = list(tree.items() if isinstance(tree, Mapping) else enumerate(tree))
+            pending += [((*path, key), child, depth - 1) for key, child in reversed(children)]
+    if not contents["modules"]:
+        contents["modules"] = contents.pop("averages", {})
     return contents
 
 
+def module_entries(module: Object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the entries of the `state_dict()` of a pickled module."""
+    state = module.state
+    passing = state.get("_non_persistent_buffers_set") or ()
+    for name, tensor in (*state["_parameters"].items(), *mapping(state.get("_buffers")).items()):
+        if isinstance(tensor, Tensor) and name not in passing:
+            yield f"{prefix}{name}", tensor
+    for name, child in state["_modules"].items():
+        if is_module(child):
+            yield from module_entries(child, f"{prefix}{name}.")
+
+
+OF_AVERAGES = re.compile(r"(?:^|[._])(?:ema|averaged?|swa)(?:$|[._])", re.IGNORECASE)
+"""Names of averaged parameters: `state_dict_ema`, `model_ema`."""
 _SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval"}
 """Keys of the state of a `GradScaler`."""
 _LOADER = {"_num_yielded", "_sampler_iter_yielded"}
@@ -122,55 +145,47 @@ _COUNTERS = (*UPDATES, "epoch", "max_steps", "num_train_epochs")
 
 def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any], **facts: Any) -> Checkpoint:
     """Return the checkpoint in trees. `facts` are fields that the format itself reads."""
-    contents = contents_of(*trees.values())
+    contents = contents_of(trees)
     remarks = tuple(facts.pop("remarks", ()))
-    if "tensors" not in facts and len(contents["modules"]) > 1:
-        remarks = (*remarks, f"{len(contents['modules'])} modules are in it; this is the first")
-    optimizers = tuple(map(optimizer_of, contents["optimizers"]))
+    modules = [] if "tensors" in facts else [*contents["modules"]]
+    if len(modules) > 1:
+        remarks = (*remarks, f"its modules are {list_names(modules, 8)}; this is `{modules[0]}`")
+    if any(OF_AVERAGES.search(name) for name in modules):
+        remarks = (*remarks, "its only weights are averaged ones, from which the run continues")
+    optimizers = tuple(map(optimizer_of, contents["optimizers"].values()))
     group = next((group.settings for optimizer in optimizers for group in optimizer.groups), {})
-    first = {name: states[0] for name, states in contents.items() if states}
+    first = {name: next(iter(states.values())) for name, states in contents.items() if states}
     averages = first.get("averages", {})
     fields = {
         "tensors": first.get("modules", {}),
         "optimizers": optimizers,
-        "schedules": tuple(schedule_of(state, group) for state in contents["schedules"]),
-        "randomness": tuple(contents["randomness"]),
+        "schedules": tuple(schedule_of(state, group) for state in contents["schedules"].values()),
+        "randomness": tuple(contents["randomness"].values()),
         "scaler": first.get("scalers", {}),
         "data": first.get("data", {}),
         "averages": {
             name.removeprefix("module."): tensor  # an `AveragedModel` holds its module
             for name, tensor in averages.items()
-            if isinstance(tensor, Tensor) and name.startswith("module.")
+            if isinstance(tensor, Tensor) and (name.startswith("module.") or AVERAGED not in averages)
         },
         "average_updates": averages_made(averages),
         "executes": executed_names(trees),
         **facts,
     }
     fields["tensors"] = {key: tensor for key, tensor in fields["tensors"].items() if isinstance(tensor, Tensor)}
-    if not fields["tensors"] and any(map(_holds_module, trees.values())):
-        remarks = (*remarks, PICKLED_MODULE)
     step = step_of(fields.get("progress", {}), fields["optimizers"])
+    positions = {schedule.position for schedule in fields["schedules"]}
+    if step is not None and positions == {step + 1} and all(optimizer.count is None for optimizer in optimizers):
+        remarks = (*remarks, f"its last iteration is {step}, counted from 0: {step + 1} updates were made")
+        step += 1
     return Checkpoint(path=path, format=format, title=title, trees=trees, step=step, remarks=remarks, **fields)
 
 
-PICKLED_MODULE = "holds pickled objects, not a state dict: save `model.state_dict()`"
-"""Remark on a checkpoint of `torch.save(module)`."""
-
-
-def refuse_pickled_module(checkpoint: Checkpoint) -> None:
-    """Raise an UnsupportedError if the weights are inside of a pickled module."""
-    if PICKLED_MODULE in checkpoint.remarks:
-        raise UnsupportedError(
-            f"`{checkpoint.path}` holds pickled objects, not a state dict",
-            hint="save `model.state_dict()`: `torch.save(model.state_dict(), path)`",
-        )
-
-
-def _holds_module(tree: Any) -> bool:
-    """True for a pickled module, or a dict with one."""
-    nodes = [tree, *tree.values()] if isinstance(tree, Mapping) else [tree]
-    states = (node.state for node in nodes if isinstance(node, Object))
-    return any(isinstance(state, Mapping) and state.keys() >= {"_parameters", "_modules"} for state in states)
+def is_module(tree: Any) -> bool:
+    """True for a pickled module."""
+    if not isinstance(tree, Object) or not isinstance(tree.state, Mapping):
+        return False
+    return all(isinstance(tree.state.get(name), Mapping) for name in ("_parameters", "_modules"))
 
 
 def averages_made(state: Mapping[str, Any]) -> int | None:

@@ -91,14 +91,21 @@ def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
 
 
 def is_schedule_state(tree: Any) -> bool:
-    return isinstance(tree, Mapping) and "_last_lr" in tree and ("last_epoch" in tree or "_schedulers" in tree)
+    """True for the state of a scheduler of PyTorch, or of mmengine."""
+    if not isinstance(tree, Mapping):
+        return False
+    return ("_last_lr" in tree and ("last_epoch" in tree or "_schedulers" in tree)) or tree.keys() >= _OF_MMENGINE
+
+
+_OF_MMENGINE = {"param_name", "base_values", "last_step"}
+"""Keys of the state of a scheduler of mmengine, whose class is not stored."""
 
 
 def schedule_of(state: Attributes, group: Attributes | None = None) -> SchedulerState:
     """Return the schedule of a state; the rates of one cycle are in a group of its optimizer."""
     pieces = read_saved(_plain(state), group or {})
     words = None if pieces is None else tuple(in_words(pieces))
-    position = state.get("last_epoch")
+    position = state.get("last_epoch", state.get("last_step"))
     if position is None and isinstance(inner := state.get("_schedulers"), list) and inner:
         position = inner[0].get("last_epoch") if isinstance(inner[0], Mapping) else None
     return SchedulerState(state, words, position if isinstance(position, int) else None)
@@ -145,6 +152,11 @@ def advance_state(state: Mapping[str, Any], rates: Sequence[float], position: in
     """Return the state of a scheduler at another position with the rates of the groups there."""
     if state.get("last_epoch") == position:
         return dict(state)
+    if state.keys() >= _OF_MMENGINE:
+        raise UnsupportedError(
+            "schedulers of mmengine cannot be advanced",
+            hint="write weights and optimizer for another loop: `--to lightning`",
+        )
     advanced = dict(state)
     if len(rates) == len(state.get("_last_lr", rates)):
         advanced["_last_lr"] = list(rates)
@@ -303,6 +315,16 @@ def _renew_tree(
             inside = Attributed(inside)
             inside.attributes = tree.attributes
         return inside
-    if isinstance(tree, list):
-        return [_renew_tree(item, optimizers, schedules, now, depth - 1) for item in tree]
-    return tree
+    if isinstance(tree, list | tuple):
+        return type(tree)([_renew_tree(item, optimizers, schedules, now, depth - 1) for item in tree])
+    return _renew_module(tree, now.since) if isinstance(tree, Object) else tree
+
+
+def _renew_module(tree: Any, by: int) -> Any:
+    """Return a pickled module with current counters; anything else unchanged."""
+    if not by or not isinstance(tree, Object) or not isinstance(tree.state, Mapping) or "_modules" not in tree.state:
+        return tree
+    state = {**tree.state, "_modules": {name: _renew_module(child, by) for name, child in tree.state["_modules"].items()}}
+    if isinstance(buffers := state.get("_buffers"), Mapping):
+        state["_buffers"] = {name: advance_counter(name, buffer, by) for name, buffer in buffers.items()}
+    return dataclasses.replace(tree, state=state)
