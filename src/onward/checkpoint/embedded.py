@@ -154,9 +154,10 @@ RECORDS: dict[type, tuple[str, tuple[str, ...]]] = {
     Checkpoint: (
         "Checkpoint",
         (
-            "path", "format", "title", "tensors", "optimizers", "schedules", "step", "since", "progress", "randomness",
-            "data", "scaler", "averages", "average_decay", "average_updates", "clip", "accumulate", "waiting", "loss",
-            "tied", "keeps_order", "configuration", "arguments", "layout", "files", "trees", "executes", "remarks",
+            "path", "format", "module", "title", "tensors", "optimizers", "schedules", "step", "since", "progress",
+            "randomness", "data", "scaler", "averages", "average_decay", "average_updates", "clip", "accumulate",
+            "waiting", "loss", "tied", "keeps_order", "configuration", "arguments", "layout", "files", "trees",
+            "executes", "remarks",
         ),
     ),
     ParameterGroup: ("Group", ("settings", "parameters", "optimizer", "rate", "numbers")),

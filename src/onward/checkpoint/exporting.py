@@ -15,7 +15,7 @@ from onward.checkpoint.embedded import embedded_checkpoint, rounded_types
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS, open_either, writable
 from onward.checkpoint.name_matching import Match, pair_names, with_own_names
-from onward.checkpoint.pytorch.contents import UPDATES
+from onward.checkpoint.pytorch.contents import UPDATES, of_module
 from onward.checkpoint.pytorch.state_dicts import advance_counter, advance_state, state_of
 from onward.errors import Error, UnknownNameError, UnsupportedError, default_hint, list_names, suggest, warn
 from onward.inspect import describe
@@ -52,6 +52,9 @@ def to_checkpoint(
             f"{checkpoint.waiting} of {checkpoint.accumulate} batches wait for an update, and would be lost",
             hint=f"train until a multiple of {checkpoint.accumulate} batches is done",
         )
+    if checkpoint.format != chosen.name and (own := checkpoint.own_optimizers) != checkpoint.optimizers:
+        warn(f"only `{checkpoint.module}` and its optimizer are written; `{checkpoint.path}` has other modules")
+        checkpoint = dataclasses.replace(checkpoint, optimizers=own, schedules=checkpoint.own_schedules)
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
     if checkpoint.step is None and any(schedule.position for schedule in checkpoint.schedules) and format in _WITH_STEP:
@@ -131,7 +134,7 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
             before,
             files=_remaining_files(before),
             optimizers=tuple(_continue_optimizer(optimizer, named, slots, matched) for optimizer in before.optimizers),
-            schedules=_schedules(run, before.schedules),
+            schedules=_continue_schedules(run, before),
             tensors={name: advance_counter(name, tensor, since) for name, tensor in before.tensors.items()},
             averages=before.averages or averages,
             since=since,
@@ -207,6 +210,15 @@ def _continue_optimizer(
     return dataclasses.replace(before, groups=tuple(groups), slots={**before.slots, **new_slots})
 
 
+def _continue_schedules(run: RunState, before: Checkpoint) -> tuple[SchedulerState, ...]:
+    """Return the schedules of a checkpoint with those of its module at their present positions."""
+    own = before.own_schedules
+    if own == before.schedules:
+        return _schedules(run, own)
+    renewed = iter(_schedules(run, own))
+    return tuple(next(renewed) if schedule in own else schedule for schedule in before.schedules)
+
+
 def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[SchedulerState, ...]:
     """Return the schedule at its present position, with the stored state of earlier ones."""
     if not run.schedule and not before:
@@ -224,7 +236,9 @@ def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[Schedul
     present = [base if group.rate is None else group.rate for group, base in zip(run.groups, bases, strict=True)]
     schedules = []
     for schedule in before or (None,):
-        if schedule is not None and (schedule.words is not None or "last_step" in schedule.state):  # else the training model has another
+        if schedule is not None and (
+            schedule.words is not None or "last_step" in schedule.state
+        ):  # else the training model has another
             state = advance_state(schedule.state, present, position)
             schedules.append(SchedulerState(state, schedule.words, position, every))
         else:
@@ -254,6 +268,8 @@ def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[
     """Raise an UnsupportedError for a lost tensor, slot or step; return other lost parts."""
     try:
         reread = format.read(path)
+        if checkpoint.module and checkpoint.format == format.name:
+            reread = of_module(reread, checkpoint.module)
     except Error as error:
         raise UnsupportedError(f"`{format.name}` could not be read back: {error.message}", hint=error.hint) from error
     names = pair_names(checkpoint, reread, [], shared=True)

@@ -22,6 +22,8 @@ class Checkpoint(RunState):
     path: Path = Path()
     format: str = ""
     """The name of its format: `hf`, `deepspeed`."""
+    module: str = ""
+    """The name of its module, if the files have several."""
     title: str = ""
     """The format in words, with the version if one is stored: `Lightning 2.6.6`."""
     files: tuple[str, ...] = ()

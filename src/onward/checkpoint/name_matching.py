@@ -458,9 +458,12 @@ def _divide_by_kind(
     fitting: set[tuple[int, ...]] = set()
     for group_of_kind in itertools.product(range(len(groups)), repeat=3) if len(groups) <= 3 else ():
         division = tuple(group_of_kind[kind] for kind in kinds)
-        grouped = [[shapes.get(name) for name, at in zip(names, division, strict=True) if at == i] for i in range(len(groups))]
+        grouped = [
+            [shapes.get(name) for name, at in zip(names, division, strict=True) if at == i] for i in range(len(groups))
+        ]
         if all(
-            len(group) == len(expected) and all(theirs in (None, ours) for theirs, ours in zip(group, expected, strict=True))
+            len(group) == len(expected)
+            and all(theirs in (None, ours) for theirs, ours in zip(group, expected, strict=True))
             for group, expected in zip(groups, grouped, strict=True)
         ):
             fitting.add(division)

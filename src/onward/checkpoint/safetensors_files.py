@@ -16,6 +16,8 @@ from onward.run_state.tensors import StoredTensor, Tensor, contiguous_strides
 
 INDEX = "model.safetensors.index.json"
 MODEL = "model.safetensors"
+PYTORCH = {"format": "pt"}
+"""Metadata with which transformers loads a file."""
 _KINDS = {np.dtype(dtype): name for name, dtype in SAFETENSORS_TYPES.items()}
 
 

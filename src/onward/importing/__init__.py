@@ -16,10 +16,18 @@ from onward.checkpoint.embedded import embed, rounded_types
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import open_checkpoint
 from onward.checkpoint.name_matching import Match, match, with_names, with_own_names
+from onward.checkpoint.pytorch.contents import of_module
 from onward.checkpoint.summary import plain, settings
 from onward.errors import ArgumentError, UnsupportedError, first_line, list_names, warn
 from onward.importing.capture import capture_model, orders_of_configuration
-from onward.importing.groups import own_constants, refuse_unmatched, run_groups, with_optimizer_names, with_slot_names
+from onward.importing.groups import (
+    own_constants,
+    refuse_unmatched,
+    run_groups,
+    with_module,
+    with_optimizer_names,
+    with_slot_names,
+)
 from onward.importing.recipes import (
     averages_of,
     check_smoothing,
@@ -72,7 +80,8 @@ def from_checkpoint(
       configuration of transformers, or with `module`
     - `module`: in place of `like`, the nn.Module or LightningModule that was trained, with any
       values; or its class or `"package.module:Class"`, called with the hyper-parameters that
-      Lightning stores
+      Lightning stores. A name without a colon is one of several modules in the checkpoint:
+      `"generator"`
     - `example_inputs`: inputs of the module, as for `from_torch`; a batch if `training_step` is the
       loss
     - `probe`: compare loss and gradients of `module` and its graph in one step (default: yes). This
@@ -91,6 +100,9 @@ def plan_import(
     """Return the plan of `from_checkpoint`, without executing it."""
     arguments = _Arguments(path, like, **options)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    name = arguments.module if isinstance(arguments.module, str) and ":" not in arguments.module else None
+    if name is not None:
+        checkpoint, arguments = of_module(checkpoint, name), dataclasses.replace(arguments, module=None)
     if like is None:
         captured = capture_model(checkpoint, arguments.module, arguments.example_inputs, arguments.loss)
         return plan(checkpoint, captured if arguments.probe else captured._replace(probe=None), arguments)
@@ -111,6 +123,7 @@ def with_weights(
     if model.steps:
         raise ArgumentError("the model already carries its training", hint="strip it first: `onward strip`")
     restore(model, unfold=True)
+    checkpoint = with_module(checkpoint, model)
     matched = match(checkpoint.tensors, model, names if isinstance(names, Mapping) else None, checkpoint.tied)
     refuse_unmatched(checkpoint, matched, set())
     for theirs, ours in matched.names.items():
@@ -231,6 +244,7 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
     """Return the plan of an import, without executing it."""
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     source = captured.model
+    checkpoint = checkpoint if checkpoint.module else with_module(checkpoint, source)
     base = from_training_model(source) if source.steps else None
     model = without_steps(source)
     pairs = options.names if isinstance(options.names, Mapping) else None

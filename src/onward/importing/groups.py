@@ -9,7 +9,8 @@ from typing import Any
 
 from onward.checkpoint.comparison import same
 from onward.checkpoint.format import Checkpoint, Order
-from onward.checkpoint.name_matching import NOT_PROVEN, TRAINER, Match, Shapes, stored_shapes, with_names
+from onward.checkpoint.name_matching import NOT_PROVEN, TRAINER, Match, Shapes, by_name, stored_shapes, with_names
+from onward.checkpoint.pytorch.contents import OF_AVERAGES, contents_of, modules_of, of_module
 from onward.checkpoint.pytorch.state_dicts import spec_of
 from onward.checkpoint.pytree.optax_states import of_adamax
 from onward.errors import UnsupportedError, list_names
@@ -22,6 +23,7 @@ from onward.recipe.spec import Spec
 from onward.recipe.trainable import as_patterns, matching
 from onward.run_state.problems import Problems
 from onward.run_state.state import OptimizerState, ParameterGroup, RunState
+from onward.run_state.tensors import Tensor
 
 
 def with_optimizer_names(
@@ -47,7 +49,9 @@ def with_optimizer_names(
     index = {ours: graph.index(ours) for ours in matched.names.values()}
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     in_trainer = checkpoint.format == TRAINER
-    optimizers, notes = [], dict[str, bool]()
+    attempts: list[tuple[OptimizerState, str]] = []
+    """Optimizers, and how their parameters were named."""
+    failure = None
     for optimizer in checkpoint.optimizers:
         orders: dict[str, Order] = {}
         if options.names is not None and not isinstance(options.names, Mapping):
@@ -73,10 +77,78 @@ def with_optimizer_names(
             not_frozen = [[name for name in names if matched.names.get(name) not in frozen] for names in order]
             if not_frozen != order:
                 orders[f"{origin}, without frozen parameters"] = not_frozen
-        named, rule = with_names(optimizer, orders, shapes, in_trainer=in_trainer)
-        optimizers.append(named)
-        notes |= {rule: rule.endswith(NOT_PROVEN)} if rule else {}
-    return dataclasses.replace(checkpoint, optimizers=tuple(optimizers)), notes
+        try:
+            attempts.append(with_names(optimizer, orders, shapes, in_trainer=in_trainer))
+        except UnsupportedError as error:
+            attempts.append((optimizer, ""))
+            failure = error
+    named = [optimizer for optimizer, _ in attempts if optimizer.has_names]
+    if failure is not None and not (checkpoint.module and named):
+        raise failure
+    notes = {rule: rule.endswith(NOT_PROVEN) for _, rule in attempts if rule}
+    names = [name for optimizer in named for group in optimizer.groups for name in group.parameters]
+    if checkpoint.module and len(names) > len({*names}):  # optimizers of several modules fit
+        chosen, remark = _optimizer_of(checkpoint)
+        notes = {attempts[chosen][1]: False, remark: remark.endswith(NOT_PROVEN)}
+        attempts = [pair if at == chosen else (checkpoint.optimizers[at], "") for at, pair in enumerate(attempts)]
+    if others := [f"{at}" for at, (optimizer, _) in enumerate(attempts, 1) if not optimizer.has_names]:
+        listed = f"{', '.join(others)} of {len(attempts)}"
+        notes[f"optimizers of other modules than `{checkpoint.module}`: number {listed}"] = True
+    return dataclasses.replace(checkpoint, optimizers=tuple(optimizer for optimizer, _ in attempts)), notes
+
+
+def with_module(checkpoint: Checkpoint, model: Model) -> Checkpoint:
+    """Return the checkpoint of the one among several modules that fits a model.
+
+    Raises:
+        UnsupportedError: several modules fit.
+    """
+    modules = modules_of(checkpoint)
+    if len(modules) < 2:
+        return checkpoint
+    weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}
+    graph = {name: value.const_value for name, value in model.graph.initializers.items() if name in weights}
+
+    def fitting(tensors: Mapping[str, Tensor]) -> int:
+        pairs = by_name(list(tensors), weights, weights, []).items()
+        shapes = ((tensors[theirs].shape, graph[ours].shape.numpy()) for theirs, ours in pairs)
+        return sum(sorted(theirs) == sorted(ours) for theirs, ours in shapes)
+
+    counts = {name: fitting(tensors) for name, tensors in modules.items() if not OF_AVERAGES.search(name)}
+    best = [name for name, count in counts.items() if 2 * count > len(weights) and count == max(counts.values())]
+    if len(best) > 1:
+        raise UnsupportedError(
+            f"{len(best)} modules of `{checkpoint.path}` fit the model: {list_names(best, 8)}",
+            hint=f"choose one: `--module {best[0]}` (`module={best[0]!r}`)",
+        )
+    is_of_one_state = modules.keys() == {name.partition(".")[0] for name in checkpoint.tensors}
+    return of_module(checkpoint, best[0]) if best and not is_of_one_state else checkpoint
+
+
+def _optimizer_of(checkpoint: Checkpoint) -> tuple[int, str]:
+    """Return the index of the module's optimizer if shapes fit several, and a note."""
+    contents = contents_of(checkpoint.trees)
+    modules, optimizers = [*modules_of(checkpoint)], [*contents["optimizers"]]
+    endings, module_endings = _distinct(optimizers), _distinct(modules)
+    own = module_endings[modules.index(checkpoint.module)]
+    for matches in (str.__eq__, str.startswith):
+        fitting = [at for at, ending in enumerate(endings) if matches(own, ending) and (ending or not own)]
+        if len(fitting) == 1 and sum(matches(other, endings[fitting[0]]) for other in module_endings) == 1:
+            return fitting[0], f"the optimizer of `{checkpoint.module}` is `{optimizers[fitting[0]]}`, by its name"
+    if len(optimizers) != len(modules):
+        raise UnsupportedError(
+            f"{list_names(optimizers, 8)} fit `{checkpoint.module}`", hint="save the module alone with its optimizer"
+        )
+    at = modules.index(checkpoint.module)
+    return at, f"the optimizer of `{checkpoint.module}` is `{optimizers[at]}`, by order, {NOT_PROVEN}"
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Return names without their common beginning and end, in lower case."""
+    for _ in range(2):  # the beginning, then the end
+        common = sum(1 for _ in itertools.takewhile(lambda row: len({*row}) == 1, zip(*names, strict=False)))
+        names = [name.lower()[common:][::-1] for name in names]
+    return list(names)
 
 
 def _by_group(names: Sequence[str], optimizer: OptimizerState) -> Order:

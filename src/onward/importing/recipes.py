@@ -22,7 +22,6 @@ from onward.options import MissingOptions
 from onward.recipe import prepare
 from onward.recipe.objective import terms
 from onward.recipe.update import parse_clip
-from onward.run_state.problems import Problems
 from onward.run_state.state import COUNT, MASTER, ParameterGroup, RunState
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype, count_of
 from onward.transform.training import without_steps

@@ -53,7 +53,7 @@ def schedule_by_updates(
     """
     rates = [_rate_of(checkpoint, matched, group) for group in groups]
     says_rate = options.optimizer is not None and "lr" in parse(options.optimizer).options
-    stored = next((schedule for schedule in checkpoint.schedules if schedule.words != ()), None)
+    stored = next((schedule for schedule in checkpoint.own_schedules if schedule.words != ()), None)
     every = options.updates_per_epoch
     if (stated := options.schedule) is not None:
         listed = [stated] if isinstance(stated, str | Mapping | Spec) else stated

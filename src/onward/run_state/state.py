@@ -221,6 +221,19 @@ class RunState:
                 yield from ((name, slot, value) for slot, value in slots.items())
 
     @property
+    def own_optimizers(self) -> tuple[OptimizerState, ...]:
+        """Return the optimizers of the module; those of other modules in its files have no names."""
+        return tuple(optimizer for optimizer in self.optimizers if optimizer.has_names) or self.optimizers
+
+    @property
+    def own_schedules(self) -> tuple[SchedulerState, ...]:
+        """Return the schedules of `own_optimizers`, if optimizers have one each."""
+        if len(self.schedules) != len(self.optimizers):
+            return self.schedules
+        own = [any(optimizer is other for other in self.own_optimizers) for optimizer in self.optimizers]
+        return tuple(schedule for schedule, is_own in zip(self.schedules, own, strict=True) if is_own)
+
+    @property
     def has_names(self) -> bool:
         """True if the state of all `optimizers` is stored by name."""
         return all(optimizer.has_names for optimizer in self.optimizers)

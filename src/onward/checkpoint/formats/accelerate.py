@@ -8,7 +8,7 @@ from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
 from onward.checkpoint.pytorch.contents import hugging_face_folder, torch_files, write_again
 from onward.checkpoint.pytorch.state_dicts import optimizer_state
-from onward.checkpoint.safetensors_files import MODEL, write_safetensors
+from onward.checkpoint.safetensors_files import MODEL, PYTORCH, write_safetensors
 
 _STATES = "random_states_"
 
@@ -24,7 +24,8 @@ def read(folder: Path) -> Checkpoint:
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a folder that `accelerator.load_state` resumes."""
-    write_safetensors(folder / MODEL, checkpoint.tensors, {"format": "pt"})
+    if MODEL not in checkpoint.trees:
+        write_safetensors(folder / MODEL, checkpoint.tensors, PYTORCH)
     if checkpoint.format == FORMAT.name:
         write_again(checkpoint, folder)
         return

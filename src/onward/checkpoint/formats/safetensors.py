@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.contents import has, hugging_face_folder
-from onward.checkpoint.safetensors_files import INDEX, read_safetensors, write_safetensors
+from onward.checkpoint.safetensors_files import INDEX, PYTORCH, read_safetensors, write_safetensors
 
 
 def read(path: Path) -> Checkpoint:
@@ -15,7 +15,7 @@ def read(path: Path) -> Checkpoint:
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
     """Write the tensors of the model alone."""
-    write_safetensors(path, checkpoint.tensors, {"format": "pt"})
+    write_safetensors(path, checkpoint.tensors, PYTORCH)
 
 
 def _read_folder(folder: Path) -> Checkpoint:

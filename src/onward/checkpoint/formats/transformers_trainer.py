@@ -13,7 +13,7 @@ from onward.checkpoint.pytorch.archive import write_torch_file
 from onward.checkpoint.pytorch.contents import has, hugging_face_folder, mapping, progress_of, torch_files, write_again
 from onward.checkpoint.pytorch.pickle_objects import Object
 from onward.checkpoint.pytorch.state_dicts import optimizer_of, optimizer_state, schedule_of
-from onward.checkpoint.safetensors_files import MODEL, read_json, write_json, write_safetensors
+from onward.checkpoint.safetensors_files import MODEL, PYTORCH, read_json, write_json, write_safetensors
 from onward.recipe.spec import Spec
 from onward.vocabulary.rate_formulas import Factor, complete, in_words
 from onward.vocabulary.transformers import READERS
@@ -107,7 +107,7 @@ def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a folder that `trainer.train(resume_from_checkpoint=...)` resumes."""
-    write_safetensors(folder / MODEL, checkpoint.tensors, {"format": "pt"})
+    write_safetensors(folder / MODEL, checkpoint.tensors, PYTORCH)
     if checkpoint.format == FORMAT.name:
         write_again(checkpoint, folder)
         return

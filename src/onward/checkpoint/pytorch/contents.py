@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections import defaultdict
@@ -21,8 +22,17 @@ from onward.checkpoint.pytorch.state_dicts import (
     schedule_of,
     up_to_date,
 )
-from onward.checkpoint.safetensors_files import INDEX, read_json, read_model_folder, write_json
-from onward.errors import InvalidModelError, list_names
+from onward.checkpoint.safetensors_files import (
+    INDEX,
+    MODEL,
+    PYTORCH,
+    read_json,
+    read_model_folder,
+    read_safetensors,
+    write_json,
+    write_safetensors,
+)
+from onward.errors import InvalidModelError, UnknownNameError, list_names
 from onward.model.storage.files import is_plain_name
 from onward.run_state.state import OptimizerState, RandomState
 from onward.run_state.tensors import Tensor, count_of, is_number
@@ -148,8 +158,6 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
     contents = contents_of(trees)
     remarks = tuple(facts.pop("remarks", ()))
     modules = [] if "tensors" in facts else [*contents["modules"]]
-    if len(modules) > 1:
-        remarks = (*remarks, f"its modules are {list_names(modules, 8)}; this is `{modules[0]}`")
     if any(OF_AVERAGES.search(name) for name in modules):
         remarks = (*remarks, "its only weights are averaged ones, from which the run continues")
     optimizers = tuple(map(optimizer_of, contents["optimizers"].values()))
@@ -179,6 +187,27 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
         remarks = (*remarks, f"its last iteration is {step}, counted from 0: {step + 1} updates were made")
         step += 1
     return Checkpoint(path=path, format=format, title=title, trees=trees, step=step, remarks=remarks, **fields)
+
+
+def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+    """Return the modules of a checkpoint by name: several state dicts, or else the parts of a single one."""
+    states = contents_of(checkpoint.trees)["modules"]
+    if len(states) > 1:
+        return {name: {k: v for k, v in state.items() if isinstance(v, Tensor)} for name, state in states.items()}
+    modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in checkpoint.tensors.items():
+        modules[name.partition(".")[0]][name] = tensor
+    return modules
+
+
+def of_module(checkpoint: Checkpoint, name: str) -> Checkpoint:
+    """Return a checkpoint with the tensors of one of its modules."""
+    modules = modules_of(checkpoint)
+    if name not in modules:
+        raise UnknownNameError(
+            f"`{checkpoint.path}` has no module `{name}`", hint=f"use one of {list_names([*modules], 8)}"
+        )
+    return dataclasses.replace(checkpoint, tensors=modules[name], module=name)
 
 
 def is_module(tree: Any) -> bool:
@@ -234,8 +263,9 @@ def write_again(checkpoint: Checkpoint, folder: Path) -> None:
 
     Other files of its folder, such as those of a tokenizer, are copied if they still exist.
     """
+    writers = {".json": write_json, ".safetensors": lambda path, tensors: write_safetensors(path, tensors, PYTORCH)}
     for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
-        (write_json if name.endswith(".json") else write_torch_file)(folder / name, tree)
+        writers.get(Path(name).suffix, write_torch_file)(folder / name, tree)
     for name in checkpoint.files:
         if is_plain_name(name) and (source := checkpoint.path / name).is_file():
             shutil.copyfile(source, folder / name)
@@ -245,6 +275,9 @@ def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[st
     """Return a model in safetensors, its configuration, and PyTorch's files beside it."""
     if (folder / INDEX).exists() or (folder / "model.safetensors").exists():
         facts["tensors"] = read_model_folder(folder)
+        if others := sorted(folder.glob("model_[0-9]*.safetensors")):  # Accelerate has a file for each model
+            models = {MODEL: facts.pop("tensors"), **{path.name: read_safetensors(path) for path in others}}
+            trees = {**models, **trees}
     if (folder / "config.json").exists():
         facts["configuration"] = read_json(folder / "config.json")
         trees = {**trees, "config.json": facts["configuration"]}

@@ -324,7 +324,10 @@ def _renew_module(tree: Any, by: int) -> Any:
     """Return a pickled module with current counters; anything else unchanged."""
     if not by or not isinstance(tree, Object) or not isinstance(tree.state, Mapping) or "_modules" not in tree.state:
         return tree
-    state = {**tree.state, "_modules": {name: _renew_module(child, by) for name, child in tree.state["_modules"].items()}}
+    state = {
+        **tree.state,
+        "_modules": {name: _renew_module(child, by) for name, child in tree.state["_modules"].items()},
+    }
     if isinstance(buffers := state.get("_buffers"), Mapping):
         state["_buffers"] = {name: advance_counter(name, buffer, by) for name, buffer in buffers.items()}
     return dataclasses.replace(tree, state=state)
