@@ -125,7 +125,7 @@ def with_weights(
     restore(model, unfold=True)
     checkpoint = with_module(checkpoint, model)
     matched = match(checkpoint.tensors, model, names if isinstance(names, Mapping) else None, checkpoint.tied)
-    refuse_unmatched(checkpoint, matched, set())
+    refuse_unmatched(checkpoint, matched, model, set())
     for theirs, ours in matched.names.items():
         value, tensor = model.graph.initializers[ours], matched.orient(theirs, checkpoint.tensors[theirs])
         assert value.const_value is not None
@@ -249,8 +249,13 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
     model = without_steps(source)
     pairs = options.names if isinstance(options.names, Mapping) else None
     matched = match(checkpoint.tensors, model, pairs, checkpoint.tied, captured.stored)
-    checkpoint, notes = with_optimizer_names(checkpoint, matched, model, base, captured.orders, options)
-    refuse_unmatched(checkpoint, matched, own_constants(matched, model, base))
+    constants = own_constants(matched, model, base)
+    try:
+        checkpoint, notes = with_optimizer_names(checkpoint, matched, model, base, captured.orders, options)
+    except UnsupportedError:
+        refuse_unmatched(checkpoint, matched, model, constants, is_numbered=True)
+        raise
+    refuse_unmatched(checkpoint, matched, model, constants)
     groups = run_groups(checkpoint, matched, parse(options.optimizer) if options.optimizer is not None else None, base)
     checkpoint = with_slot_names(checkpoint, matched, groups)
     losses = (options.loss, captured.loss, base.loss if base else None, checkpoint.loss)

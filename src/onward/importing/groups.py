@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint.comparison import same
@@ -17,6 +18,7 @@ from onward.errors import UnsupportedError, list_names
 from onward.inspect import describe
 from onward.model import Model
 from onward.options import MissingOptions
+from onward.recipe.exporter_notes import is_named_as_parameter
 from onward.recipe.optimizers import configure
 from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
@@ -197,16 +199,47 @@ def own_constants(matched: Match, model: Model, base: RunState | None) -> set[st
     return {name for name in matched.absent if name not in changing | {*base.parameters}}
 
 
-def refuse_unmatched(checkpoint: Checkpoint, matched: Match, constants: set[str]) -> None:
+def refuse_unmatched(
+    checkpoint: Checkpoint, matched: Match, model: Model, constants: set[str], *, is_numbered: bool = False
+) -> None:
+    """Raise an UnsupportedError for tensors that only the checkpoint or only the model has.
+
+    `is_numbered`: the optimizer may have state for any tensor of the checkpoint.
+    """
     problems = Problems("the names of the checkpoint and of the model")
-    hint = "give pairs: `--names FILE` (JSON), or `names={...}`; or the model of the checkpoint"
-    if absent := [name for name in matched.absent if name not in constants]:
-        problems.add(f"the checkpoint has no {list_names(absent, 8)}", hint)
+    absent = [name for name in matched.absent if name not in constants]
     optimized = {name for optimizer in checkpoint.optimizers for name in optimizer.slots}
-    lost = [name for name in matched.left if name in optimized]
-    if lost or (matched.absent and matched.left):
-        problems.add(f"the model has no {list_names(lost or matched.left, 8)}", hint)
+    lost = [name for name in matched.left if name in optimized or is_numbered]
+    lost = lost or list(matched.left if matched.absent else ())
+    hints = [*_causes(checkpoint, absent, lost, model), "give pairs: `--names FILE` (JSON), or `names={...}`"]
+    if absent:
+        problems.add(f"the checkpoint has no {list_names(absent, 8)}", "; ".join(hints))
+    if lost:
+        problems.add(f"the model has no {list_names(lost, 8)}", "; ".join(hints))
     problems.refuse()
+
+
+_STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_variance")
+
+
+def _causes(checkpoint: Checkpoint, absent: Sequence[str], left: Sequence[str], model: Model) -> Iterator[str]:
+    """Yield likely reasons why tensors are only in the checkpoint or only in the model."""
+    if any(name.endswith(_STATISTICS) for name in left):
+        yield "the export folded BatchNormalization: `torch.onnx.export(..., dynamo=True, optimize=False)`"
+    graph = {name: model.graph.initializers[name] for name in absent}
+    shapes = [tuple(value.shape.numpy()) for value in graph.values() if value.shape is not None]
+    for name in left:
+        shape = checkpoint.tensors[name].shape
+        cut = [own for own in shapes if len(shape) > 1 and own[-1:] == shape[-1:] and own[-2:-1] <= shape[-2:-1]]
+        if cut and re.search("pos|wpe", name):
+            yield f"the export folded `{name}` at length {cut[0][-2]}: export with a dynamic length (`dynamic_shapes`)"
+    if unnamed := [name for name, value in graph.items() if not is_named_as_parameter(value)]:
+        yield (
+            f"{list_names(unnamed, 3)}: the exporter's own names, which `optimize=False` avoids; or export the weights "
+            "of this checkpoint, which are matched by value"
+        )
+    if not checkpoint.module and len(modules := [*contents_of(checkpoint.trees)["modules"]]) > 1:
+        yield f"choose one of its modules, {list_names(modules, 8)}: `--module {modules[0]}`"
 
 
 def tells_optimizers(checkpoint: Checkpoint) -> bool:
