@@ -1,10 +1,16 @@
-"""Checkpoints as training scripts write them: tied weights, groups by weight decay, frozen parameters, wrappers."""
+"""Checkpoints as training scripts write them: tied weights, groups by weight decay, frozen parameters, wrappers.
+
+Each layout is written by PyTorch, continued there for ten steps and on ONNX Runtime, with equal losses. What ONNX
+Runtime trained is written back and equal to what PyTorch saves then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +24,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 TOKENS, WIDTH, LENGTH = 50, 16, 8
+STEPS = 10
 
 
 class Block(nn.Module):
@@ -59,26 +66,82 @@ class Language(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-def batches(seed: int) -> list[tuple[Any, Any]]:
+class Vision(nn.Module):
+    """A network with BatchNormalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(4)
+        self.head = nn.Conv2d(4, 4, 1)
+        self.fc = nn.Linear(4, 5)
+
+    def forward(self, image: Any) -> Any:
+        x = torch.relu(self.bn1(self.stem(image)))
+        x = torch.relu(self.bn2(self.conv(x)))
+        return self.fc(torch.relu(self.head(x)).mean((2, 3)))
+
+
+def batches(module: Any, seed: int) -> Iterator[tuple[Any, Any]]:
+    """Yield inputs and labels."""
     generator = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randint(TOKENS, (2, 4, LENGTH), generator=generator)) for _ in range(4)]
+    for _ in range(STEPS):
+        if isinstance(module, Language):
+            yield tuple(torch.randint(TOKENS, (2, 4, LENGTH), generator=generator))
+        else:
+            yield torch.rand((4, 3, 6, 6), generator=generator), torch.randint(5, (4,), generator=generator)
 
 
-def train(module: Any, optimizer: Any, seed: int) -> list[float]:
+def train(module: Any, optimizer: Any, seed: int, scheduler: Any = None) -> list[float]:
     losses = []
-    for tokens, labels in batches(seed):
+    for inputs, labels in batches(module, seed):
         optimizer.zero_grad()
-        loss = F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(module(inputs).flatten(0, -2), labels.flatten())
         loss.backward()
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
         losses.append(float(loss.detach()))
     return losses
 
 
+def run(training: onward.Model, module: Any) -> tuple[list[float], onward.Model]:
+    """Train on ONNX Runtime; return the losses and the training model."""
+    name = "tokens" if isinstance(module, Language) else "image"
+    with onward.engines.start(training) as engine:
+        steps = ({name: inputs.numpy(), "labels": labels.numpy()} for inputs, labels in batches(module, 2))
+        return [float(engine.step(batch)["loss"]) for batch in steps], engine.updated()
+
+
 @pytest.fixture(scope="module")
-def like() -> onward.Model:
+def models() -> dict[type, onward.Model]:
+    exports = {Language: ({"tokens": "bt"}, "logits"), Vision: ({"image": "b"}, "logits")}
     with quiet():
-        return onward.load(by_dynamo(Language().eval(), {"tokens": batches(0)[0][0]}, {"tokens": "bt"}, "logits"))
+        return {
+            cls: onward.load(by_dynamo(cls().eval(), {next(iter(axes)): next(batches(cls(), 0))[0]}, axes, output))
+            for cls, (axes, output) in exports.items()
+        }
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """How a script groups parameters, and what it saves."""
+
+    tree: Callable[[Any, Any, Any], Any]
+    """Of the module, the optimizer and the scheduler."""
+    optimizer: Callable[[Any], Any] = lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
+    module: type = Language
+    options: Mapping[str, Any] = {}
+    scheduler: Callable[[Any], Any] = lambda optimizer: None
+    refusal: str = ""
+    """What the error says, if the layout is refused."""
+    is_same_after: bool = True
+    """True if ONNX Runtime writes what PyTorch saves after further steps."""
 
 
 def _decayed_first(module: Any) -> list[dict[str, Any]]:
@@ -88,92 +151,282 @@ def _decayed_first(module: Any) -> list[dict[str, Any]]:
     return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
 
-def _decayed_last(module: Any) -> list[dict[str, Any]]:
-    """Return the groups of timm, which has those without decay first."""
-    return _decayed_first(module)[::-1]
+def _nanogpt(module: Any) -> Any:
+    return torch.optim.AdamW(_decayed_first(module), lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
 
 
-def _head_and_last_block(module: Any) -> list[Any]:
+def _timm(module: Any) -> Any:
+    """Return an optimizer whose parameters without decay come first."""
+    return torch.optim.AdamW(_decayed_first(module)[::-1], lr=1e-2, eps=1e-3)
+
+
+def _head_and_last_block(module: Any) -> Any:
     """Freeze all but the last block and the final normalization."""
     module.requires_grad_(False)
     trained = [*module.h[1].parameters(), *module.ln_f.parameters()]
     for parameter in trained:
         parameter.requires_grad_(True)
-    return trained
+    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
 
 
-def _embeddings(module: Any) -> list[Any]:
+def _embeddings(module: Any) -> Any:
     module.requires_grad_(False)
-    return [module.wpe.weight.requires_grad_(True), module.lm_head.weight.requires_grad_(True)]
+    return torch.optim.AdamW([module.wpe.weight.requires_grad_(True), module.lm_head.weight.requires_grad_(True)], 1e-2)
 
 
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
+def _momentum(module: Any, **options: Any) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, **options)
+
+
+def _ultralytics(module: Any) -> Any:
+    """Return an optimizer of biases, then weights with decay, then weights of normalizations."""
+    groups: tuple[list[Any], ...] = [], [], []
+    for layer in module.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            groups[0 if name == "bias" else 2 if isinstance(layer, nn.BatchNorm2d) else 1].append(parameter)
+    optimizer = torch.optim.SGD(groups[0], lr=0.02, momentum=0.9, nesterov=True)
+    optimizer.add_param_group({"params": groups[1], "weight_decay": 5e-4})
+    optimizer.add_param_group({"params": groups[2], "weight_decay": 0.0})
+    return optimizer
+
+
+def _detectron(module: Any) -> Any:
+    """Return an optimizer with a group for each parameter."""
+    groups = [{"params": [p], "weight_decay": 1e-4 if p.dim() > 1 else 0.0} for p in module.parameters()]
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def _milestones(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [STEPS + 3, STEPS + 6])
+
+
+def _plain(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    return {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def _copied(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """Return a state dict whose tied weights are stored twice, as `.clone()` on each makes them."""
-    return {name: tensor.clone() for name, tensor in state.items()}
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    return {"model": state, "optimizer": optimizer.state_dict()}
 
 
-LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]] = {
-    "one group": (lambda module: module.parameters(), dict, {}),
-    "nanogpt": (_decayed_first, dict, {}),
-    "timm": (_decayed_last, dict, {}),
-    "compiled": (_decayed_first, lambda state: {f"_orig_mod.{name}": tensor for name, tensor in state.items()}, {}),
-    "copies of tied weights": (_decayed_first, _copied, {}),
-    "frozen, told by shapes": (_embeddings, dict, {}),
-    "frozen, named": (_head_and_last_block, dict, {"trainable": ["h.1.*", "ln_f.*"]}),
+def _of_nanogpt(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    state = {f"_orig_mod.{name}": tensor for name, tensor in module.state_dict().items()}
+    arguments = {"n_layer": 2, "n_head": 2, "n_embd": WIDTH, "block_size": LENGTH, "bias": True, "vocab_size": TOKENS}
+    rest = {"model_args": arguments, "iter_num": 7, "best_val_loss": torch.tensor(3.1), "config": {"lr": 1e-2}}
+    return {"model": state, "optimizer": optimizer.state_dict(), **rest}
+
+
+def _of_litgpt(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    return {**_plain(module, optimizer, None), "iter_num": 40, "step_count": STEPS, "hparams": {"devices": 1}}
+
+
+def _of_fairseq(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    history = {"criterion_name": "CrossEntropy", "optimizer_name": "FairseqAdam", "lr_scheduler_state": {"best": None}}
+    return {
+        "args": None,
+        "cfg": {"common": {"seed": 1}, "model": argparse.Namespace(arch="transformer_lm")},
+        "model": module.state_dict(),
+        "criterion": {},
+        "optimizer_history": [{**history, "num_updates": STEPS}],
+        "task_state": {},
+        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": STEPS}, "val_loss": 3.0},
+        "last_optimizer_state": optimizer.state_dict(),
+    }
+
+
+def _averaged(module: Any) -> Any:
+    average = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.9)
+    return average
+
+
+def _of_timm(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    return {
+        "epoch": 3,
+        "arch": "vision",
+        "state_dict": module.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "version": 2,
+        "args": argparse.Namespace(model="vision", opt="adamw"),
+        "amp_scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "state_dict_ema": _averaged(module).state_dict(),
+        "metric": 71.0,
+    }
+
+
+def _of_mmengine(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    polynomial = {"begin": 0, "end": 100, "by_epoch": False, "param_name": "lr", "base_values": [0.05], "power": 0.9}
+    counters = {"last_step": STEPS, "_global_step": STEPS + 1, "verbose": False, "_last_value": [0.05], "eta_min": 0.0}
+    return {
+        "meta": {"cfg": "model = dict()", "seed": 0, "epoch": 1, "iter": STEPS, "mmengine_version": "0.10.7"},
+        "state_dict": module.state_dict(),
+        "message_hub": {"log_scalars": {}, "runtime_info": {}, "resumed_keys": {}},
+        "optimizer": optimizer.state_dict(),
+        "param_schedulers": [{**polynomial, **counters}],
+    }
+
+
+def _other(cls: type = Vision) -> tuple[Any, Any]:
+    """Return another module that was trained, and its optimizer."""
+    torch.manual_seed(0)
+    module = cls() if cls is Vision else nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5)
+    if cls is Vision:
+        train(module, optimizer, 5)
+    return module, optimizer
+
+
+def _of_gan(module: Any, optimizer: Any, scheduler: Any, cls: type = nn.Linear) -> dict[str, Any]:
+    other, its_optimizer = _other(cls)
+    return {
+        "discriminator": other.state_dict(),
+        "generator": module.state_dict(),
+        "optimizer_g": optimizer.state_dict(),
+        "optimizer_d": its_optimizer.state_dict(),
+    }
+
+
+def _of_twins(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    return _of_gan(module, optimizer, scheduler, Vision)
+
+
+def _in_one_state(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Return two modules in one state dict, as those of a LightningModule are."""
+    tree = _of_twins(module, optimizer, scheduler)
+    state = {f"{key}.{name}": x for key in ("discriminator", "generator") for name, x in tree[key].items()}
+    return {"state_dict": state, "optimizer_states": [tree["optimizer_d"], tree["optimizer_g"]]}
+
+
+_VISION: dict[str, Any] = {"module": Vision, "optimizer": _momentum}
+_DETECTRON: dict[str, Any] = {**_VISION, "scheduler": _milestones}
+
+LAYOUTS: dict[str, Layout] = {
+    "one group": Layout(_plain),
+    "nanoGPT": Layout(_of_nanogpt, _nanogpt),
+    "groups without decay first": Layout(_plain, _timm),
+    "copies of tied weights": Layout(_copied, _nanogpt),
+    "frozen, told by shapes": Layout(_plain, _embeddings),
+    "frozen, named": Layout(_plain, _head_and_last_block, options={"trainable": ["h.1.*", "ln_f.*"]}),
+    "frozen, ambiguous": Layout(_plain, _head_and_last_block, refusal="`--freeze PATTERN`"),
+    "LitGPT": Layout(_of_litgpt, _nanogpt),
+    "fairseq": Layout(_of_fairseq),
+    "timm train.py": Layout(_of_timm, _timm, Vision),
+    "average before the model": Layout(
+        lambda m, o, s: {"model_ema": _averaged(m).state_dict(), **_plain(m, o, s)}, **_VISION
+    ),
+    "pickled module": Layout(lambda m, o, s: {"model": m, "optimizer": o.state_dict(), "epoch": 3}, **_VISION),
+    "tuple": Layout(lambda m, o, s: (m.state_dict(), o.state_dict()), **_VISION),
+    "Ultralytics": Layout(
+        lambda m, o, s: {
+            "epoch": 3,
+            "model": None,
+            "ema": copy.deepcopy(m),
+            "updates": 10,
+            "optimizer": o.state_dict(),
+        },
+        _ultralytics,
+        Vision,
+    ),
+    "Detectron2": Layout(
+        lambda m, o, s: {**_plain(m, o, s), "scheduler": s.state_dict(), "iteration": STEPS - 1}, **_DETECTRON
+    ),
+    "Detectron2, a group for each parameter": Layout(
+        lambda m, o, s: {**_plain(m, o, s), "scheduler": s.state_dict(), "iteration": STEPS - 1},
+        **{**_DETECTRON, "optimizer": _detectron},
+    ),
+    "MMEngine": Layout(_of_mmengine, **_VISION, refusal="does not store the shape of its schedule"),
+    "MMEngine, with its schedule": Layout(
+        _of_mmengine, **_VISION, options={"schedule": "constant", "updates": STEPS}, is_same_after=False
+    ),
+    "GAN": Layout(_of_gan, **_VISION),
+    "GAN of equal networks": Layout(_of_twins, **_VISION, options={"module": "generator"}),
+    "GAN of equal networks, not named": Layout(_of_twins, **_VISION, refusal="`--module discriminator`"),
+    "GAN in one state dict": Layout(_in_one_state, **_VISION, options={"module": "generator"}),
+    "GAN in one state dict, not named": Layout(_in_one_state, **_VISION, refusal="`--module discriminator`"),
 }
 
 
-def _saved(path: Path, layout: str) -> list[float]:
-    """Train, save as a layout, train on, and return the losses since then."""
-    groups, form, _ = LAYOUTS[layout]
-    module = Language()
-    optimizer = torch.optim.AdamW(groups(module), lr=1e-2)
-    train(module, optimizer, 1)
-    torch.save({"model": form(module.state_dict()), "optimizer": optimizer.state_dict(), "iter_num": 4}, path)
-    return train(module, optimizer, 2)
+def _saved(path: Path, layout: Layout) -> tuple[list[float], Any]:
+    """Train, save as a layout, train on, and return the losses since then and what would be saved now."""
+    module = layout.module()
+    optimizer = layout.optimizer(module)
+    scheduler = layout.scheduler(optimizer)
+    train(module, optimizer, 1, scheduler)
+    torch.save(layout.tree(module, optimizer, scheduler), path)
+    losses = train(module, optimizer, 2, scheduler)
+    return losses, layout.tree(module, optimizer, scheduler)
 
 
-def _losses(training: onward.Model) -> list[float]:
-    with onward.engines.start(training) as engine:
-        steps = ({"tokens": tokens.numpy(), "labels": labels.numpy()} for tokens, labels in batches(2))
-        return [float(engine.step(batch)["loss"]) for batch in steps]
+def _tensors(tree: Any, path: str = "") -> dict[str, Any]:
+    """Return the tensors of a tree by path, without averages, which its script would update."""
+    if isinstance(tree, nn.Module):
+        tree = tree.state_dict()
+    if isinstance(tree, Mapping | list | tuple):
+        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+        return {
+            k: v for key, child in items if "_ema" not in str(key) for k, v in _tensors(child, f"{path}/{key}").items()
+        }
+    return {path: tree} if isinstance(tree, torch.Tensor) else {}
 
 
+@pytest.mark.slow("copies of tied weights", "frozen, named", "groups without decay first", "one group", "LitGPT")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_continues(layout: str, like: onward.Model, tmp_path: Path) -> None:
-    losses = _saved(tmp_path / "ckpt.pt", layout)
-    training = onward.from_checkpoint(tmp_path / "ckpt.pt", like, loss="cross_entropy:axis=-1", **LAYOUTS[layout][2])
-    np.testing.assert_allclose(_losses(training), losses, rtol=1e-5)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_continues(name: str, models: dict[type, onward.Model], tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    losses, tree = _saved(tmp_path / "ckpt.pt", layout)
+    options = {"loss": "cross_entropy:axis=-1", **layout.options}
+    if layout.refusal:
+        with pytest.raises(UnsupportedError) as refusal:
+            onward.from_checkpoint(tmp_path / "ckpt.pt", models[layout.module], **options)
+        assert layout.refusal in f"{refusal.value.message} {refusal.value.hint}"
+        return
+    training = onward.from_checkpoint(tmp_path / "ckpt.pt", models[layout.module], **options)
+    ours, trained = run(training, layout.module())
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    if layout.is_same_after:
+        onward.to_checkpoint(trained, tmp_path / "after.pt", format="torch")
+        expected = _tensors(tree)
+        actual = _tensors(torch.load(tmp_path / "after.pt", weights_only=False))
+        assert actual.keys() == expected.keys()
+        for key, tensor in expected.items():
+            np.testing.assert_allclose(actual[key].numpy(), tensor.numpy(), rtol=1e-3, atol=2e-5, err_msg=key)
 
 
-def test_blocks_of_the_same_shapes_are_not_guessed(like: onward.Model, tmp_path: Path) -> None:
-    _saved(tmp_path / "ckpt.pt", "frozen, named")
-    with pytest.raises(UnsupportedError) as refusal:
-        onward.from_checkpoint(tmp_path / "ckpt.pt", like, loss="cross_entropy:axis=-1")
-    assert "`--freeze PATTERN`" in (refusal.value.hint or "")
-
-
-@pytest.mark.parametrize("form", ["state dict", "half precision", "training checkpoint"])
-def test_weights_alone_start_a_run(form: str, like: onward.Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["state dict", "half precision", "training checkpoint", "pickled module"])
+def test_weights_alone_start_a_run(form: str, models: dict[type, onward.Model], tmp_path: Path) -> None:
     module, path = Language(), tmp_path / "weights.pt"
     torch.manual_seed(1)
     for parameter in module.parameters():
         nn.init.normal_(parameter.requires_grad_(False), std=0.1)
     module.load_state_dict({name: tensor.half().float() for name, tensor in module.state_dict().items()})
     state = module.state_dict()
-    state = {name: tensor.half() for name, tensor in state.items()} if form == "half precision" else state
-    torch.save({"model": state, "best_loss": 1.5} if form == "training checkpoint" else state, path)
-    tokens, labels = batches(3)[0]
+    forms = {
+        "state dict": state,
+        "half precision": {name: tensor.half() for name, tensor in state.items()},
+        "training checkpoint": {"model": state, "best_loss": 1.5},
+        "pickled module": module,
+    }
+    torch.save(forms[form], path)
+    tokens, labels = next(batches(module, 3))
     data = {"tokens": tokens.numpy(), "labels": labels.numpy()}
     run = onward.train(
-        like, data, loss="cross_entropy:axis=-1", weights=path, run=tmp_path / "run", batch_size=4, quiet=True
+        models[Language],
+        data,
+        loss="cross_entropy:axis=-1",
+        weights=path,
+        run=tmp_path / "run",
+        batch_size=4,
+        quiet=True,
     )
     expected = F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
     np.testing.assert_allclose(next(row["loss"] for row in run.read_log() if "loss" in row), float(expected), rtol=1e-6)
 
 
-def test_weights_of_another_model_are_refused(like: onward.Model, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(models: dict[type, onward.Model], tmp_path: Path) -> None:
     torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "other.pt")
     with pytest.raises(UnsupportedError, match="cannot be carried over: `weight` is"):
-        onward.train(like, {}, loss="cross_entropy:axis=-1", weights=tmp_path / "other.pt")
+        onward.train(models[Vision], {}, loss="cross_entropy:axis=-1", weights=tmp_path / "other.pt")

@@ -46,6 +46,7 @@ FORMATS: tuple[Format, ...] = (
     nemo.FORMAT,
     lightning.FORMAT,
     pytorch.FORMAT,
+    pytorch.FOLDER,
     orbax.FORMAT,
     flax.FORMAT,
 )

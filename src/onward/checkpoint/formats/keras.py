@@ -13,13 +13,14 @@ import numpy as np
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.contents import has
 from onward.checkpoint.safetensors_files import read_json, write_json
-from onward.checkpoint.tf.h5 import read_h5, write_h5
+from onward.checkpoint.tf.h5 import PARTS, TRAINED, Groups, read_h5, write_h5
 from onward.checkpoint.tf.keras_training import KerasTraining
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, list_names
 from onward.model.storage.containers import BAD_ZIP, members_of, stored_range
 from onward.model.storage.files import blame_file, regular
 from onward.model.storage.hdf5 import HDF5
 from onward.run_state.tensors import StoredTensor
+from onward.vocabulary.keras import snake_case
 
 CONFIG, _WEIGHTS, _METADATA = "config.json", "model.weights.h5", "metadata.json"
 _BACKUP, _PROGRESS = "latest.weights.h5", "training_metadata.json"
@@ -48,6 +49,8 @@ def read(path: Path) -> Checkpoint:
     if not path.name.endswith(".h5"):
         return _read_archive(path)
     groups = read_h5(path)
+    if "model_config" in groups[""]["attributes"]:
+        return _read_whole_h5(path, groups)
     if "model_weights" in groups or not any(name.endswith("vars") for name in groups):
         raise UnsupportedError(
             f"`{path}` is of Keras before version 3, or not of Keras",
@@ -78,16 +81,70 @@ def _read_archive(path: Path) -> Checkpoint:
     for name, (start, length) in ranges.items():
         if name not in trees:
             trees[name] = StoredTensor(path, start, np.dtype(np.uint8), (length,), (1,))
-    facts = KerasTraining(groups, config).facts()
+    return _of_model(path, trees)
+
+
+def _of_model(path: Path, trees: Mapping[str, Any]) -> Checkpoint:
+    """Return the checkpoint in the content of a `.keras` file."""
+    config = trees[CONFIG]
     return Checkpoint(
         path=path,
         format=FORMAT.name,
-        title=f"Keras {metadata.get('keras_version', '')}".strip(),
+        title=f"Keras {trees[_METADATA].get('keras_version', '')}".strip(),
         configuration={key: value for key, value in config.items() if key != "compile_config"},
         trees=trees,
         executes=tuple(dict.fromkeys(_code(config))),
-        **facts,
+        **KerasTraining(trees[_WEIGHTS], config).facts(),
     )
+
+
+def _read_whole_h5(path: Path, groups: Groups) -> Checkpoint:
+    """Read a file of `model.save("model.h5")` as the `.keras` file that Keras 3 would write.
+
+    It has the arrays of a layer by name, without the modules of classes.
+    """
+    attributes = groups[""]["attributes"]
+    with blame_file(f"`{path}` is not a whole file of Keras", KeyError, ValueError, TypeError, RecursionError):
+        model, compiled = (json.loads(attributes.get(name, "{}")) for name in ("model_config", "training_config"))
+        version, layers = str(attributes.get("keras_version", "")), model["config"].get("layers")
+        classes = [str(layer["class_name"]) for layer in layers or ()]
+        nested = [name for name in classes if name not in TRAINED and name in (*PARTS, "Sequential", "Functional")]
+        if not version.startswith("3") or not layers or nested or "inner_optimizer" in str(compiled):
+            raise UnsupportedError(
+                f"`{path}` is of Keras {version or 'before version 3'}"
+                + (f", with parts in its layers: {list_names(nested, 3)}" if nested else ""),
+                hint='load it with Keras, and save it again: `model.save("model.keras")`',
+            )
+        stored: dict[str, Any] = {}
+        for number, layer in enumerate(layers):
+            class_name = snake_case(classes[number])
+            count = [snake_case(name) for name in classes[:number]].count(class_name)
+            group = f"layers/{class_name}" + (f"_{count}" if count else "")
+            arrays = _listed(groups, f"model_weights/{layer['config']['name']}")
+            stored |= {group: _group({}), f"{group}/vars": _group(arrays, name=layer["config"]["name"])}
+        optimizer = compiled.pop("optimizer_config", None)
+        if optimizer is not None:
+            compiled["optimizer"] = {**optimizer, "module": "keras.optimizers", "registered_name": None}
+            stored["optimizer/vars"] = _group(_listed(groups, "optimizer_weights"), name=optimizer["config"]["name"])
+        if isinstance(compiled.get("loss"), dict):
+            compiled["loss"] = {**compiled["loss"], "module": "keras.losses", "registered_name": None}
+        inside = [{**layer, "module": "keras.layers", "registered_name": None} for layer in layers]
+        module = "keras" if model["class_name"] == "Sequential" else "keras.src.models.functional"
+        whole = {**model, "module": module, "registered_name": None, "config": {**model["config"], "layers": inside}}
+        config = {**whole, "compile_config": compiled} if compiled else whole
+        return _of_model(path, {CONFIG: config, _METADATA: {"keras_version": version}, _WEIGHTS: stored})
+
+
+def _group(arrays: Mapping[str, Any], **attributes: str) -> dict[str, Any]:
+    return {"attributes": attributes, "arrays": arrays}
+
+
+def _listed(groups: Groups, group: str) -> dict[str, Any]:
+    """Return the arrays that an attribute lists, by number."""
+    attributes = groups.get(group, _group({}))["attributes"]
+    pieces = [attributes[key] for key in sorted(attributes, key=len) if key.startswith("weight_names")]
+    paths = [f"{group}/{name}".rpartition("/") for names in pieces for name in names]
+    return {str(at): groups[inner]["arrays"][key] for at, (inner, _, key) in enumerate(paths)}
 
 
 def read_zipped_json(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> dict[str, Any]:

@@ -6,8 +6,17 @@ from pathlib import Path
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
-from onward.checkpoint.pytorch.contents import checkpoint_of, progress_of
+from onward.checkpoint.pytorch.contents import (
+    ENDINGS,
+    checkpoint_of,
+    contents_of,
+    progress_of,
+    torch_files,
+    write_again,
+)
 from onward.checkpoint.pytorch.state_dicts import module_state, optimizer_state, up_to_date
+from onward.checkpoint.safetensors_files import read_safetensors
+from onward.errors import UnsupportedError, list_names
 
 
 def read(path: Path) -> Checkpoint:
@@ -31,4 +40,34 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     write_torch_file(path, tree)
 
 
+def _is_folder(folder: Path) -> bool:
+    """True for a folder with several files of `torch.save`, or one beside weights in safetensors."""
+    if not folder.is_dir():
+        return False
+    files = [path for path in folder.iterdir() if path.suffix in ENDINGS and is_torch_file(path)]
+    return len(files) > 1 or (bool(files) and any(folder.glob("*.safetensors")))
+
+
+def _read_folder(folder: Path) -> Checkpoint:
+    """Read the files of a script that saves the model, the optimizer and others apart."""
+    trees = torch_files(folder) | {path.name: read_safetensors(path) for path in sorted(folder.glob("*.safetensors"))}
+    complete = [name for name, tree in trees.items() if {"modules", "optimizers"} <= contents_of({name: tree}).keys()]
+    if len(complete) > 1 or not any(contents_of(trees)[kind] for kind in ("modules", "optimizers")):
+        raise UnsupportedError(
+            f"`{folder}` holds several checkpoints: {list_names(complete or [*trees], 4)}",
+            hint=f"open one: `{folder / (complete or [*trees])[-1]}`",
+        )
+    progress = {name: value for tree in trees.values() for name, value in progress_of(tree).items()}
+    return checkpoint_of(folder, FOLDER.name, FOLDER.title, trees, progress=progress, keeps_order=True)
+
+
+def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write the original files with current numbers, or one file."""
+    if checkpoint.format == FOLDER.name:
+        write_again(checkpoint, folder)
+    else:
+        write(checkpoint, folder / "checkpoint.pt")
+
+
+FOLDER = Format("torch-files", "files of PyTorch", _is_folder, _read_folder, _write_folder, needs_names=False)
 FORMAT = Format("torch", "PyTorch", is_torch_file, read, write, is_folder=False, ending=".pt", needs_names=False)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import pytorch
 from onward.checkpoint.name_matching import with_own_names
-from onward.checkpoint.pytorch.contents import checkpoint_of, has, mapping, progress_of, torch_files, write_again
+from onward.checkpoint.pytorch.contents import has, mapping
 from onward.checkpoint.safetensors_files import read_json, write_json
 from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.model.storage.files import is_plain_name
@@ -47,12 +46,6 @@ def _inside(folder: Path) -> Checkpoint:
     if len(formats) == 1:
         ((path, format),) = formats.items()
         return format.read(path)
-    if formats and all(format is pytorch.FORMAT for format in formats.values()):
-        trees = torch_files(folder)
-        progress: dict[str, Any] = {}
-        for tree in trees.values():
-            progress |= progress_of(tree)
-        return checkpoint_of(folder, FORMAT.name, "files of PyTorch", trees, progress=progress, keeps_order=True)
     if formats:
         names = list_names([path.name for path in formats], 4)
         raise UnsupportedError(
@@ -71,18 +64,15 @@ def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a list with one checkpoint, in its own format or as `checkpoint.pt`."""
     target = folder / f"checkpoint_{checkpoint.step or 0:06d}"
     target.mkdir(parents=True)
-    if checkpoint.format == FORMAT.name:
-        write_again(checkpoint, target)
-    else:
-        from onward.checkpoint.formats import writable
+    from onward.checkpoint.formats import writable
 
-        inner = writable().get(checkpoint.format, pytorch.FORMAT)
-        assert inner.write is not None
-        named = with_own_names(checkpoint) if inner.needs_names else checkpoint
-        # The training loop looks for the name that it gave its file.
-        is_own = _OF_RAY in checkpoint.arguments and checkpoint.path.suffix == inner.ending
-        file = checkpoint.path.name if is_own else f"checkpoint{inner.ending}"
-        inner.write(named, target if inner.is_folder else target / file)
+    inner = writable().get(checkpoint.format, pytorch.FORMAT)
+    assert inner.write is not None
+    named = with_own_names(checkpoint) if inner.needs_names else checkpoint
+    # The training loop looks for the name that it gave its file.
+    is_own = _OF_RAY in checkpoint.arguments and checkpoint.path.suffix == inner.ending
+    file = checkpoint.path.name if is_own else f"checkpoint{inner.ending}"
+    inner.write(named, target if inner.is_folder else target / file)
     metrics = mapping(mapping(checkpoint.arguments.get(_OF_RAY)).get("metrics"))
     result = {"version": 0, "checkpoint_dir_name": target.name, "metrics": dict(metrics)}
     snapshot = {

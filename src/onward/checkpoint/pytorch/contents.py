@@ -18,6 +18,7 @@ from onward.checkpoint.pytorch.pickle_objects import Name, Object, parts
 from onward.checkpoint.pytorch.state_dicts import (
     is_optimizer_state,
     is_schedule_state,
+    name_of_state,
     optimizer_of,
     schedule_of,
     up_to_date,
@@ -72,16 +73,12 @@ def is_harmless(name: Name) -> bool:
 
 
 def contents_of(trees: Mapping[str, Any] | Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Return the outermost states in files, by kind (`modules`, `optimizers` and so on) and by name.
-
-    A name is the path of keys: `generator`, `callbacks.ema`. In one of several files, it begins with the file.
-    """
+    """Return the outermost states in files, by kind (`modules`, `optimizers` and so on) and by name."""
     contents: dict[str, dict[str, Any]] = defaultdict(dict)
     pending: list[tuple[tuple[Any, ...], Any, int]] = [((), trees, _DEEPEST + 1)]
     while pending:
         path, tree, depth = pending.pop()
-        file = [Path(str(key)).name.partition(".")[0] for key in path[:1] if len(path) == 1 or len(trees) > 1]
-        name = ".".join([*file, *map(str, path[1:])])
+        name = name_of_state(path, len(trees))
         if is_optimizer_state(tree):
             contents["optimizers"][name] = tree
         elif is_schedule_state(tree):
@@ -191,11 +188,14 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
 
 def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
     """Return the modules of a checkpoint by name: several state dicts, or else the parts of a single one."""
-    states = contents_of(checkpoint.trees)["modules"]
+    states = {
+        name: {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        for name, state in contents_of(checkpoint.trees)["modules"].items()
+    }
     if len(states) > 1:
-        return {name: {k: v for k, v in state.items() if isinstance(v, Tensor)} for name, state in states.items()}
+        return states
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in checkpoint.tensors.items():
+    for name, tensor in {**next(iter(states.values()), {}), **checkpoint.tensors}.items():
         modules[name.partition(".")[0]][name] = tensor
     return modules
 
@@ -244,7 +244,7 @@ def mapping(tree: Any) -> Mapping[str, Any]:
     return tree if isinstance(tree, Mapping) else {}
 
 
-_ENDINGS = (".pt", ".pth", ".bin", ".pkl")
+ENDINGS = (".pt", ".pth", ".bin", ".pkl")
 
 
 def has(*names: str) -> Callable[[Path], bool]:
@@ -254,7 +254,7 @@ def has(*names: str) -> Callable[[Path], bool]:
 
 def torch_files(folder: Path) -> dict[str, Any]:
     """Return the trees of PyTorch's files in a folder."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in _ENDINGS and is_torch_file(path))
+    files = sorted(path for path in folder.iterdir() if path.suffix in ENDINGS and is_torch_file(path))
     return {path.name: read_torch_file(path) for path in files}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -273,11 +273,16 @@ _LEVELS = 4
 """Levels of a tree that `contents_of` searches; the entries of a module may be one level deeper."""
 
 
+def name_of_state(path: Sequence[Any], files: int) -> str:
+    """Return the keys that lead to a state, after its file if there are several: `generator`, `callbacks.ema`."""
+    stem = [str(key).partition(".")[0] for key in path[:1] if len(path) == 1 or files > 1]
+    return ".".join([*stem, *map(str, path[1:])])
+
+
 def up_to_date(trees: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the trees of a checkpoint with current optimizers, schedules and counters."""
-    optimizers = iter(checkpoint.optimizers)
-    schedules = iter(checkpoint.schedules)
-    return {name: _renew_tree(tree, optimizers, schedules, checkpoint, _LEVELS) for name, tree in trees.items()}
+    renewal = _Renewal(checkpoint, len(trees), iter(checkpoint.optimizers), iter(checkpoint.schedules))
+    return {name: renewal.renew(tree, (name,)) for name, tree in trees.items()}
 
 
 def advance_counter(name: Any, value: Any, by: int) -> Any:
@@ -287,37 +292,48 @@ def advance_counter(name: Any, value: Any, by: int) -> Any:
     return ArrayTensor(np.asarray(value.array() + by))
 
 
-def _renew_tree(
-    tree: Any, optimizers: Iterator[OptimizerState], schedules: Iterator[Any], now: Checkpoint, depth: int
-) -> Any:
-    """Update a tree in the order in which `contents_of` lists its parts."""
-    if not depth:
-        return tree
-    if is_optimizer_state(tree):
-        new_state = optimizer_state(next(optimizers))
-        groups = [
-            {key: before[key] if key in ("params", "param_names") else group[key] for key in before}
-            for group, before in zip(new_state["param_groups"], tree["param_groups"], strict=True)
-        ]
-        numbers = [number for group in tree["param_groups"] for number in group["params"]]
-        state = {numbers[at] if at < len(numbers) else at: slots for at, slots in new_state["state"].items()}
-        return type(tree)({**tree, "state": state, "param_groups": groups})
-    if is_schedule_state(tree):
-        return dict(next(schedules).state)
-    if isinstance(tree, Mapping):
-        inside = {
-            key: advance_counter(key, _renew_tree(value, optimizers, schedules, now, depth - 1), now.since)
-            for key, value in tree.items()
-        }
-        if depth == _LEVELS:
-            inside |= {key: value for key, value in now.progress.items() if key in tree}
-        if isinstance(tree, Attributed):
-            inside = Attributed(inside)
-            inside.attributes = tree.attributes
-        return inside
-    if isinstance(tree, list | tuple):
-        return type(tree)([_renew_tree(item, optimizers, schedules, now, depth - 1) for item in tree])
-    return _renew_module(tree, now.since) if isinstance(tree, Object) else tree
+class _Renewal(NamedTuple):
+    """Update of trees in the order in which `contents_of` lists their parts."""
+
+    now: Checkpoint
+    files: int
+    optimizers: Iterator[OptimizerState]
+    schedules: Iterator[Any]
+
+    def renew(self, tree: Any, path: tuple[Any, ...]) -> Any:
+        if len(path) > _LEVELS:
+            return tree
+        if is_optimizer_state(tree):
+            new_state = optimizer_state(next(self.optimizers))
+            groups = [
+                {key: before[key] if key in ("params", "param_names") else group[key] for key in before}
+                for group, before in zip(new_state["param_groups"], tree["param_groups"], strict=True)
+            ]
+            numbers = [number for group in tree["param_groups"] for number in group["params"]]
+            state = {numbers[at] if at < len(numbers) else at: slots for at, slots in new_state["state"].items()}
+            return type(tree)({**tree, "state": state, "param_groups": groups})
+        if is_schedule_state(tree):
+            return dict(next(self.schedules).state)
+        if isinstance(tree, Mapping):
+            inside = {
+                key: advance_counter(key, self.renew(value, (*path, key)), self._updates_of(path, key))
+                for key, value in tree.items()
+            }
+            if len(path) == 1:
+                inside |= {key: value for key, value in self.now.progress.items() if key in tree}
+            if isinstance(tree, Attributed):
+                inside = Attributed(inside)
+                inside.attributes = tree.attributes
+            return inside
+        if isinstance(tree, list | tuple):
+            return type(tree)([self.renew(item, (*path, at)) for at, item in enumerate(tree)])
+        return _renew_module(tree, self._updates_of(path, "")) if isinstance(tree, Object) else tree
+
+    def _updates_of(self, path: tuple[Any, ...], key: Any) -> int:
+        """Return the updates that the module at a path made since; other modules made none."""
+        module = self.now.module
+        is_own = module in ("", name_of_state(path, self.files)) or str(key).startswith(f"{module}.")
+        return self.now.since if is_own else 0
 
 
 def _renew_module(tree: Any, by: int) -> Any:

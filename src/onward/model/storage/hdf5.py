@@ -181,8 +181,9 @@ class _HDF5Reader:
             raise ValueError(f"`{name}` lies outside of the file")
         return Stored(dtype, shape, self._start + offset)
 
-    def _attributes(self, messages: Messages) -> dict[str, str]:
-        attributes = {}
+    def _attributes(self, messages: Messages) -> dict[str, Any]:
+        """Return texts and lists of texts."""
+        attributes: dict[str, Any] = {}
         for body in (body for message_type, body in messages if message_type == _ATTRIBUTE):
             version, named, typed, spaced = struct.unpack_from("<BxHHH", body)
             padded = 8 if version == 1 else 1
@@ -190,13 +191,16 @@ class _HDF5Reader:
             for size in (named, typed, spaced):
                 parts.append(body[at : at + size])
                 at += -(-size // padded) * padded
-            name, text_type, _ = parts
+            name, text_type, space = parts
             type_class = text_type[0] & 15 if text_type else -1
-            if type_class == 9:
-                attributes[_until_zero(name)] = self._variable_text(body[at : at + 16])
-            elif type_class == 3:
-                length = struct.unpack_from("<I", text_type, 4)[0]
-                attributes[_until_zero(name)] = _until_zero(body[at : at + length])
+            if type_class not in (3, 9):
+                continue
+            length = 16 if type_class == 9 else struct.unpack_from("<I", text_type, 4)[0]
+            read = self._variable_text if type_class == 9 else _until_zero
+            shape = _shape(space)
+            ends = range(at + length, min(at + length * int(np.prod(shape, dtype=object)), len(body)) + 1, length or 1)
+            texts = [read(body[end - length : end]) for end in ends]
+            attributes[_until_zero(name)] = texts if shape else "".join(texts)
         return attributes
 
     def _variable_text(self, data: bytes) -> str:
