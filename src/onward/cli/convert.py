@@ -63,8 +63,9 @@ def convert(
         str | None,
         option(
             "--module",
-            "PACKAGE:CLASS",
-            "Instead of `--like`: the nn.Module or LightningModule of the checkpoint. This executes your code.",
+            "PACKAGE:CLASS|NAME",
+            "Instead of `--like`: the nn.Module or LightningModule of the checkpoint. This executes your code. A name "
+            "without a colon is one of several modules in the checkpoint: `generator`.",
             MISSING,
         ),
     ] = None,

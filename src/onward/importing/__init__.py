@@ -13,10 +13,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.checkpoint.embedded import embed, rounded_types
+from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import open_checkpoint
 from onward.checkpoint.name_matching import Match, match, with_names, with_own_names
 from onward.checkpoint.pytorch.contents import of_module
+from onward.checkpoint.pytree.train_states import LEAVES, with_names_of
 from onward.checkpoint.summary import plain, settings
 from onward.errors import ArgumentError, UnsupportedError, first_line, list_names, warn
 from onward.importing.capture import capture_model, orders_of_configuration
@@ -123,6 +125,7 @@ def with_weights(
     if model.steps:
         raise ArgumentError("the model already carries its training", hint="strip it first: `onward strip`")
     restore(model, unfold=True)
+    checkpoint = with_names_of(checkpoint, weights_of(model)) if checkpoint.format == LEAVES else checkpoint
     checkpoint = with_module(checkpoint, model)
     matched = match(checkpoint.tensors, model, names if isinstance(names, Mapping) else None, checkpoint.tied)
     refuse_unmatched(checkpoint, matched, model, set())
@@ -244,6 +247,8 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
     """Return the plan of an import, without executing it."""
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     source = captured.model
+    if checkpoint.format == LEAVES:
+        checkpoint = with_names_of(checkpoint, checkpoint_of_model(source) if source.steps else weights_of(source))
     checkpoint = checkpoint if checkpoint.module else with_module(checkpoint, source)
     base = from_training_model(source) if source.steps else None
     model = without_steps(source)

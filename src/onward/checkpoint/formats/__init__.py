@@ -25,6 +25,7 @@ from onward.checkpoint.formats import (
     safetensors,
     tensorflow,
     transformers_trainer,
+    trees,
 )
 from onward.checkpoint.pytorch.contents import is_harmless
 from onward.checkpoint.pytorch.pickle_reader import Named, note_names
@@ -49,6 +50,8 @@ FORMATS: tuple[Format, ...] = (
     pytorch.FOLDER,
     orbax.FORMAT,
     flax.FORMAT,
+    trees.FORMAT,
+    trees.EQUINOX,
 )
 """The first that matches a file or folder counts; special formats come before general ones."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
@@ -202,6 +203,44 @@ def _remarks(states: States, flat: Mapping[KeyPath, Any]) -> list[str]:
         names = ["/".join(path) for path in states.unknown]
         remarks.append(f"the kind of the optimizer state {list_names(names, 3)} is unknown")
     return remarks
+
+
+LEAVES = "equinox"
+"""Format of leaves without names."""
+
+
+def with_names_of(checkpoint: Checkpoint, model: Checkpoint) -> Checkpoint:
+    """Return a checkpoint of leaves with the names of a model, which has them in the same order.
+
+    Numbers such as the rate of a Dropout are leaves, too; the model does not have these.
+    """
+    pending = iter(checkpoint.tensors.values())
+
+    def next_leaf(path: KeyPath, expected: Any) -> Any:
+        if not isinstance(expected, Tensor):
+            return expected
+        tensor = next(pending)
+        while not tensor.shape and (expected.shape or tensor.dtype.kind != expected.dtype.kind):
+            tensor = next(pending)
+        if tensor.shape != expected.shape:
+            raise UnsupportedError(
+                f"a leaf is {list(tensor.shape)}, and `{'/'.join(path)}` is {list(expected.shape)}",
+                hint="give the training model of the same module and optimizer",
+            )
+        return tensor
+
+    tree = {}
+    for key, part in new_tree(dataclasses.replace(model, averages={}), {}).items():
+        with contextlib.suppress(StopIteration):  # the file may hold the module alone
+            tree |= {key: map_leaves(part, next_leaf, (key,))} if key != "step" else {}
+    if left := [list(tensor.shape) for tensor in pending if tensor.shape]:
+        raise UnsupportedError(
+            f"`{checkpoint.path}` has {len(left)} more leaves than the model",
+            hint="give a training model with the same optimizer: `--like training.onnx`",
+        )
+    return checkpoint_of_tree(
+        checkpoint.path, checkpoint.format, checkpoint.title, tree, trees={checkpoint.path.name: tree}
+    )
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
