@@ -382,7 +382,7 @@ def test_a_module_by_where_it_is(tmp_path: Path) -> None:
     model = onward.from_checkpoint(tmp_path / "x.pt", module="checkpoint_runs:net", **given)
     close(steps_of_onward(model, range(5, 10))[0], expected)
     for module, said in {
-        "checkpoint_runs": "names no class",
+        "checkpoint_runs": "has no module",
         "checkpoint_runs:nothing": "cannot import `checkpoint_runs:nothing`",
         "checkpoint_runs:SIZE": "neither a module nor its class",
     }.items():

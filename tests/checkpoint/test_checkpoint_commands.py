@@ -302,7 +302,7 @@ def test_pickled_module(tmp_path: Path) -> None:
     path = str(tmp_path / "module.pt")
     for content in (torch.nn.Linear(2, 3), {"model": torch.nn.Linear(2, 3), "epoch": 1}):
         torch.save(content, path)
-        assert "names code  torch.nn.modules.linear.Linear, and none of it ran" in run("describe", path).stdout
+        assert "`torch.nn.modules.linear.Linear`, and none of it ran" in run("describe", path).stdout
         run("convert", path, "--to", "safetensors", "-o", str(tmp_path / "out.safetensors"), "--force")
         assert onward.open_checkpoint(tmp_path / "out.safetensors").tensors["weight"].shape == (3, 2)
 

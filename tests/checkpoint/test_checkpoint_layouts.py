@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,6 +142,7 @@ class Layout(NamedTuple):
     scheduler: Callable[[Any], Any] = lambda optimizer: None
     refusal: str = ""
     """What the error says, if the layout is refused."""
+    is_folder: bool = False
     is_same_after: bool = True
     """True if ONNX Runtime writes what PyTorch saves after further steps."""
 
@@ -269,6 +272,23 @@ def _of_mmengine(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     }
 
 
+def _save(tree: Any, path: Path, is_folder: bool) -> None:
+    if not is_folder:
+        torch.save(tree, path)
+        return
+    path.mkdir()
+    pytest.importorskip("safetensors.torch").save_file(tree["model"], path / "model.safetensors")
+    for name in ("optimizer", "scheduler"):
+        torch.save(tree[name], path / f"{name}.pt")
+
+
+def _load(path: Path, is_folder: bool) -> Any:
+    if not is_folder:
+        return torch.load(path, weights_only=False)
+    tree = {name: torch.load(path / f"{name}.pt") for name in ("optimizer", "scheduler")}
+    return {"model": pytest.importorskip("safetensors.torch").load_file(path / "model.safetensors"), **tree}
+
+
 def _other(cls: type = Vision) -> tuple[Any, Any]:
     """Return another module that was trained, and its optimizer."""
     torch.manual_seed(0)
@@ -337,6 +357,12 @@ LAYOUTS: dict[str, Layout] = {
         lambda m, o, s: {**_plain(m, o, s), "scheduler": s.state_dict(), "iteration": STEPS - 1},
         **{**_DETECTRON, "optimizer": _detectron},
     ),
+    "several files": Layout(
+        lambda m, o, s: {**_plain(m, o, s), "scheduler": s.state_dict()},
+        **_DETECTRON,
+        options={"updates": STEPS},
+        is_folder=True,
+    ),
     "MMEngine": Layout(_of_mmengine, **_VISION, refusal="does not store the shape of its schedule"),
     "MMEngine, with its schedule": Layout(
         _of_mmengine, **_VISION, options={"schedule": "constant", "updates": STEPS}, is_same_after=False
@@ -349,13 +375,28 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+EXPORTS: dict[str, tuple[type, str, tuple[str, ...]]] = {
+    "BatchNormalization folded": (Vision, "bn1.weight", ("folded BatchNormalization", "optimize=False")),
+    "positions folded": (Language, "wpe.weight", ("folded `wpe.weight` at length 8", "`embedding_1`")),
+}
+"""Exports that do not fit: the module, a tensor that they lack, and what the hint says."""
+
+
+def test_the_page_lists_these_layouts() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    section = page.partition("## Layouts of scripts")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| ")]
+    outcomes = {name: "refused" if layout.refusal else "continues" for name, layout in LAYOUTS.items()}
+    assert {row[0]: row[2] for row in rows[1:]} == outcomes | dict.fromkeys(EXPORTS, "refused")
+
+
 def _saved(path: Path, layout: Layout) -> tuple[list[float], Any]:
     """Train, save as a layout, train on, and return the losses since then and what would be saved now."""
     module = layout.module()
     optimizer = layout.optimizer(module)
     scheduler = layout.scheduler(optimizer)
     train(module, optimizer, 1, scheduler)
-    torch.save(layout.tree(module, optimizer, scheduler), path)
+    _save(layout.tree(module, optimizer, scheduler), path, layout.is_folder)
     losses = train(module, optimizer, 2, scheduler)
     return losses, layout.tree(module, optimizer, scheduler)
 
@@ -388,12 +429,34 @@ def test_a_layout_continues(name: str, models: dict[type, onward.Model], tmp_pat
     ours, trained = run(training, layout.module())
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
     if layout.is_same_after:
-        onward.to_checkpoint(trained, tmp_path / "after.pt", format="torch")
+        form = "torch-files" if layout.is_folder else "torch"
+        onward.to_checkpoint(trained, tmp_path / "after.pt", format=form)
         expected = _tensors(tree)
-        actual = _tensors(torch.load(tmp_path / "after.pt", weights_only=False))
+        actual = _tensors(_load(tmp_path / "after.pt", layout.is_folder))
         assert actual.keys() == expected.keys()
         for key, tensor in expected.items():
             np.testing.assert_allclose(actual[key].numpy(), tensor.numpy(), rtol=1e-3, atol=2e-5, err_msg=key)
+
+
+@pytest.mark.slow("positions folded")
+@pytest.mark.parametrize("name", EXPORTS)
+def test_an_export_that_lost_parameters(name: str, tmp_path: Path) -> None:
+    cls, lost, causes = EXPORTS[name]
+    layout = Layout(_plain, module=cls)
+    _saved(tmp_path / "ckpt.pt", layout)
+    module, inputs = cls().eval(), next(batches(cls(), 0))[0]
+    with quiet():
+        if cls is Vision:
+            torch.onnx.export(module, (inputs,), tmp_path / "model.onnx", dynamo=False)
+        else:
+            program = torch.onnx.export(module, (inputs,), dynamo=True, verbose=False)
+            program.save(tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedError) as refusal:
+        onward.from_checkpoint(tmp_path / "ckpt.pt", tmp_path / "model.onnx", loss="cross_entropy:axis=-1")
+    assert f"the model has no `{'stem.weight' if cls is Vision else lost}`" in refusal.value.message
+    assert lost in refusal.value.message
+    for cause in causes:
+        assert cause in (refusal.value.hint or "")
 
 
 @pytest.mark.parametrize("form", ["state dict", "half precision", "training checkpoint", "pickled module"])
@@ -430,3 +493,180 @@ def test_weights_of_another_model_are_refused(models: dict[type, onward.Model], 
     torch.save(nn.Linear(4, 3).state_dict(), tmp_path / "other.pt")
     with pytest.raises(UnsupportedError, match="cannot be carried over: `weight` is"):
         onward.train(models[Vision], {}, loss="cross_entropy:axis=-1", weights=tmp_path / "other.pt")
+
+
+# ---- frameworks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_several_models_of_accelerate(models: dict[type, onward.Model], tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    modules = [Vision(), Vision()]
+    nn.init.zeros_(modules[0].fc.weight)
+    optimizers = [_momentum(module) for module in modules]
+    accelerator = accelerate.Accelerator(cpu=True)
+    wrapped = accelerator.prepare(*modules, *optimizers)
+    for module, optimizer in zip(wrapped[:2], wrapped[2:], strict=True):
+        train(module, optimizer, 1)
+    accelerator.save_state(tmp_path / "state")
+    with pytest.raises(UnsupportedError, match=r"2 modules of .* fit the model: `model`, `model_1`"):
+        onward.from_checkpoint(tmp_path / "state", models[Vision], loss="cross_entropy")
+    training = onward.from_checkpoint(tmp_path / "state", models[Vision], loss="cross_entropy", module="model_1")
+    losses, trained = run(training, Vision())
+    np.testing.assert_allclose(losses, train(wrapped[1], wrapped[3], 2), rtol=1e-5)
+    onward.to_checkpoint(trained, tmp_path / "after", format="accelerate")
+    expected = [train(wrapped[0], wrapped[2], 3), train(wrapped[1], wrapped[3], 3)]
+    accelerator.load_state(tmp_path / "state")
+    first = train(wrapped[0], wrapped[2], 3)
+    accelerator.load_state(tmp_path / "after")
+    np.testing.assert_allclose(train(wrapped[0], wrapped[2], 3), first, rtol=1e-6)
+    np.testing.assert_allclose(train(wrapped[1], wrapped[3], 3), expected[1], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_gan_of_lightning(models: dict[type, onward.Model], tmp_path: Path) -> None:
+    lightning = pytest.importorskip("pytorch_lightning")
+
+    class Gan(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.discriminator, self.generator = nn.Linear(5, 1), Vision()
+
+        def training_step(self, batch: Any, index: int) -> None:
+            losses = [F.cross_entropy(self.generator(batch[0]), batch[1]), self.discriminator(torch.ones(2, 5)).sum()]
+            for optimizer, loss in zip(self.optimizers(), losses, strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> list[Any]:
+            return [_momentum(self.generator), torch.optim.Adam(self.discriminator.parameters())]
+
+    gan = Gan()
+    quiet_options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", enable_checkpointing=False, barebones=False, **quiet_options
+    )
+    trainer.fit(gan, torch.utils.data.DataLoader(list(batches(gan.generator, 1)), batch_size=None))
+    trainer.save_checkpoint(tmp_path / "gan.ckpt")
+    training = onward.from_checkpoint(
+        tmp_path / "gan.ckpt", models[Vision], loss="cross_entropy", module="generator", updates=STEPS
+    )
+    losses, trained = run(training, Vision())
+    expected = train(gan.generator, trainer.optimizers[0], 2)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    onward.to_checkpoint(trained, tmp_path / "after.ckpt", format="lightning")
+    again = Gan()
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", enable_checkpointing=False, **quiet_options)
+    trainer.fit(again, torch.utils.data.DataLoader([]), ckpt_path=tmp_path / "after.ckpt", weights_only=False)
+    for name, tensor in gan.state_dict().items():
+        np.testing.assert_allclose(again.state_dict()[name].numpy(), tensor.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["pickle", "pickle of numpy", "Equinox"])
+def test_layouts_of_jax(form: str, tmp_path: Path) -> None:
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    rng = np.random.default_rng(0)
+    data = [
+        {"image": rng.normal(size=(16, 8)).astype("float32"), "labels": rng.integers(0, 3, 16, "int32")}
+        for _ in range(2 * STEPS)
+    ]
+    if form == "Equinox":
+        equinox = pytest.importorskip("equinox")
+        keys = jax.random.split(jax.random.PRNGKey(0))
+        layers = [equinox.nn.Linear(8, 6, key=keys[0]), equinox.nn.Dropout(0.1, inference=True)]
+        net = equinox.nn.Sequential([*layers, equinox.nn.Linear(6, 3, key=keys[1])])
+        params, static = equinox.partition(net, equinox.is_array)
+
+        def logits(params: Any, image: Any) -> Any:
+            return jax.vmap(equinox.combine(params, static))(image)
+    else:
+        haiku = pytest.importorskip("haiku")
+        function = haiku.without_apply_rng(haiku.transform(lambda image: haiku.nets.MLP([6, 3])(image)))
+        params, logits = function.init(jax.random.PRNGKey(0), data[0]["image"]), function.apply
+
+    def loss(params: Any, batch: Any) -> Any:
+        values = logits(params, batch["image"])
+        return optax.softmax_cross_entropy_with_integer_labels(values, batch["labels"]).mean()
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    like = onward.from_jax(loss, params, data[0], optimizer=optimizer)
+    state, losses = optimizer.init(params), []
+    for step, batch in enumerate(data):
+        if step == STEPS:
+            path = tmp_path / ("net.eqx" if form == "Equinox" else "net.pkl")
+            tree = {"params": params, "opt_state": state, "step": step}
+            if form == "Equinox":
+                equinox.tree_serialise_leaves(path, (equinox.combine(params, static), state))
+            else:
+                path.write_bytes(pickle.dumps(tree if form == "pickle" else jax.device_get(tree)))
+        value, slopes = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(slopes, state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(value))
+    with onward.engines.start(onward.from_checkpoint(path, like)) as engine:
+        np.testing.assert_allclose([float(engine.step(b)["loss"]) for b in data[STEPS:]], losses[STEPS:], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_whole_h5_of_keras(tmp_path: Path) -> None:
+    keras = pytest.importorskip("keras")
+    layers, rng = keras.layers, np.random.default_rng(0)
+    model = keras.Sequential(
+        [keras.Input((8,)), layers.Dense(6, "relu", name="a"), layers.BatchNormalization(name="norm"), layers.Dense(3)]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=keras.optimizers.AdamW(1e-2, epsilon=1e-3), loss=loss)
+    data = [(rng.random((8, 8), "float32"), rng.integers(0, 3, 8)) for _ in range(2 * STEPS)]
+
+    def steps(model: Any, data: Any) -> list[float]:
+        losses = []
+        for inputs, labels in data:
+            model.reset_metrics()
+            losses.append(float(model.train_on_batch(inputs, labels)))
+        return losses
+
+    steps(model, data[:STEPS])
+    model.save(tmp_path / "model.h5")
+    training = onward.from_checkpoint(tmp_path / "model.h5")
+    with onward.engines.start(training) as engine:
+        name = training.graph.inputs[0].name
+        ours = [float(engine.step({name: inputs, "labels": labels})["loss"]) for inputs, labels in data[STEPS:]]
+        trained = engine.updated()
+    np.testing.assert_allclose(ours, steps(model, data[STEPS:]), rtol=1e-5)
+    onward.to_checkpoint(trained, tmp_path / "after.keras", format="keras")
+    after = keras.saving.load_model(tmp_path / "after.keras")
+    np.testing.assert_allclose(steps(after, data), steps(model, data), rtol=1e-4)
+
+
+def test_gguf(tmp_path: Path) -> None:
+    """Tensors are as in the specification of GGUF: dimensions reversed, blocks of 32 with one scale in Q8_0."""
+
+    def text(words: str) -> bytes:
+        return struct.pack("<Q", len(words)) + words.encode()
+
+    rng = np.random.default_rng(0)
+    matrix, blocks = rng.normal(size=(3, 8)).astype("f4"), rng.integers(-127, 128, (4, 32)).astype("i1")
+    scales = np.asarray([0.5, 0.25, 2, 1], "f2")
+    quantized = b"".join(scale.tobytes() + block.tobytes() for scale, block in zip(scales, blocks, strict=True))
+    values = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    values += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
+    tensors = [("w", (8, 3), 0, matrix.tobytes()), ("q", (64, 2), 8, quantized), ("k", (256,), 12, bytes(144))]
+    head, body = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 2) + values, b""
+    for name, shape, kind, data in tensors:
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, len(body))
+        body += data + bytes(-len(data) % 32)
+    (tmp_path / "x.gguf").write_bytes(head + bytes(-len(head) % 32) + body)
+    checkpoint = onward.open_checkpoint(tmp_path / "x.gguf")
+    assert checkpoint.arguments["tokenizer.ggml.tokens"] == ["a", "b"]
+    assert checkpoint.layout == {"tensors of F32": 1, "tensors of Q8_0": 1, "tensors of Q4_K": 1}
+    np.testing.assert_array_equal(checkpoint.tensors["w"].array(), matrix)
+    expected = (scales[:, None].astype("f4") * blocks).reshape(2, 64)
+    np.testing.assert_array_equal(checkpoint.tensors["q"].array(), expected)
+    with pytest.raises(UnsupportedError, match="`k` is Q4_K, which is not read"):
+        checkpoint.tensors["k"].array()
+    (tmp_path / "cut.gguf").write_bytes(head + body[:100])
+    with pytest.raises(onward.Error, match=r"is cut off|not a whole GGUF"):
+        onward.open_checkpoint(tmp_path / "cut.gguf")

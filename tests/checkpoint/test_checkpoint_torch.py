@@ -139,7 +139,7 @@ def _layers_alike(module: Any) -> list[dict[str, Any]]:
     ("groups", "momentum", "is_known"),
     [
         (_weights_and_biases, 0.0, False),
-        (_weights_and_biases, 0.9, False),
+        (_weights_and_biases, 0.9, True),
         (_matrices_and_vectors, 0.0, False),
         (_matrices_and_vectors, 0.9, True),
         (_layers_alike, 0.0, True),

@@ -16,6 +16,7 @@ from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS, open_either, writable
 from onward.checkpoint.name_matching import Match, pair_names, with_own_names
 from onward.checkpoint.pytorch.contents import UPDATES, of_module
+from onward.checkpoint.pytorch.contents import step_of as step_of_progress
 from onward.checkpoint.pytorch.state_dicts import advance_counter, advance_state, state_of
 from onward.errors import Error, UnknownNameError, UnsupportedError, default_hint, list_names, suggest, warn
 from onward.inspect import describe
@@ -276,7 +277,8 @@ def verify_written(checkpoint: Checkpoint, path: Path, format: Format) -> tuple[
     _compare(format, "tensor", _tensor_pairs(checkpoint, reread, names))
     if format.keeps_optimizers:
         _compare(format, "optimizer state", _slot_pairs(checkpoint, reread, names))
-    if checkpoint.step and reread.step and reread.step != checkpoint.step:
+    counts = (checkpoint.step, step_of_progress(checkpoint.progress, ()))  # Lightning counts steps of all optimizers
+    if checkpoint.step and reread.step and reread.step not in counts:
         raise UnsupportedError(f"`{format.name}` would hold step {reread.step} in place of {checkpoint.step}")
     survives = {
         "optimizer": bool(reread.optimizers or not checkpoint.optimizers),

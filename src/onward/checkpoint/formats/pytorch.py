@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from onward.checkpoint.format import Checkpoint, Format
-from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
+from onward.checkpoint.pytorch.archive import is_torch_file, mentions, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.contents import (
     ENDINGS,
     checkpoint_of,
     contents_of,
+    hugging_face_folder,
     progress_of,
     torch_files,
     write_again,
 )
 from onward.checkpoint.pytorch.state_dicts import module_state, optimizer_state, up_to_date
-from onward.checkpoint.safetensors_files import read_safetensors
+from onward.checkpoint.safetensors_files import MODEL, PYTORCH, write_safetensors
 from onward.errors import UnsupportedError, list_names
 
 
@@ -41,29 +42,33 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _is_folder(folder: Path) -> bool:
-    """True for a folder with several files of `torch.save`, or one beside weights in safetensors."""
+    """True for a folder with an optimizer in one of its files of `torch.save`, and the model in another file."""
     if not folder.is_dir():
         return False
     files = [path for path in folder.iterdir() if path.suffix in ENDINGS and is_torch_file(path)]
-    return len(files) > 1 or (bool(files) and any(folder.glob("*.safetensors")))
+    has_others = len(files) > 1 or any(folder.glob("*.safetensors"))
+    return has_others and any(mentions(path, "param_groups") for path in files)
 
 
 def _read_folder(folder: Path) -> Checkpoint:
     """Read the files of a script that saves the model, the optimizer and others apart."""
-    trees = torch_files(folder) | {path.name: read_safetensors(path) for path in sorted(folder.glob("*.safetensors"))}
+    trees = torch_files(folder)
     complete = [name for name, tree in trees.items() if {"modules", "optimizers"} <= contents_of({name: tree}).keys()]
-    if len(complete) > 1 or not any(contents_of(trees)[kind] for kind in ("modules", "optimizers")):
+    if len(complete) > 1:
         raise UnsupportedError(
-            f"`{folder}` holds several checkpoints: {list_names(complete or [*trees], 4)}",
-            hint=f"open one: `{folder / (complete or [*trees])[-1]}`",
+            f"`{folder}` holds several checkpoints: {list_names(complete, 4)}",
+            hint=f"open one: `{folder / complete[-1]}`",
         )
-    progress = {name: value for tree in trees.values() for name, value in progress_of(tree).items()}
-    return checkpoint_of(folder, FOLDER.name, FOLDER.title, trees, progress=progress, keeps_order=True)
+    facts = {"progress": {name: value for tree in trees.values() for name, value in progress_of(tree).items()}}
+    is_sorted = any(folder.glob("*.safetensors"))  # by name, not in the order of the module
+    return hugging_face_folder(folder, FOLDER.name, FOLDER.title, trees, **facts, keeps_order=not is_sorted)
 
 
 def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the original files with current numbers, or one file."""
     if checkpoint.format == FOLDER.name:
+        if not checkpoint.keeps_order:
+            write_safetensors(folder / MODEL, checkpoint.tensors, PYTORCH)
         write_again(checkpoint, folder)
     else:
         write(checkpoint, folder / "checkpoint.pt")

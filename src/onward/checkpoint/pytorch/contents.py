@@ -192,7 +192,9 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
         name: {key: value for key, value in state.items() if isinstance(value, Tensor)}
         for name, state in contents_of(checkpoint.trees)["modules"].items()
     }
-    if len(states) > 1:
+    if len(states) > 1 and (
+        checkpoint.module in states or checkpoint.tensors.keys() in map(dict.keys, states.values())
+    ):
         return states
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in {**next(iter(states.values()), {}), **checkpoint.tensors}.items():
@@ -205,7 +207,8 @@ def of_module(checkpoint: Checkpoint, name: str) -> Checkpoint:
     modules = modules_of(checkpoint)
     if name not in modules:
         raise UnknownNameError(
-            f"`{checkpoint.path}` has no module `{name}`", hint=f"use one of {list_names([*modules], 8)}"
+            f"`{checkpoint.path}` has no module `{name}`",
+            hint=f"use one of {list_names([*modules], 8)}; a class of yours is `package.module:Class`",
         )
     return dataclasses.replace(checkpoint, tensors=modules[name], module=name)
 
