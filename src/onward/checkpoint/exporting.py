@@ -126,7 +126,8 @@ def checkpoint_of_model(model: Model) -> Checkpoint:
         )
     else:
         before, matched = origin
-        types = {theirs: model.initializer(ours).const_value.dtype.numpy() for theirs, ours in matched.names.items()}
+        types = {name: tensor.dtype for name, tensor in weights_of(model).tensors.items()}
+        types = {theirs: types[ours] for theirs, ours in matched.names.items() if ours in types}
         if rounded := rounded_types(before, types):
             warn(f"weights are rounded to {rounded}, as `{before.path}` stores them")
         slots, since = _slots(model, run.step, matched), run.step - (before.step or 0)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from onward.checkpoint.comparison import same
+from onward.checkpoint.exporting import weights_of
 from onward.checkpoint.format import Checkpoint, Order
 from onward.checkpoint.name_matching import NOT_PROVEN, TRAINER, Match, Shapes, by_name, stored_shapes, with_names
 from onward.checkpoint.pytorch.contents import OF_AVERAGES, contents_of, modules_of, of_module
@@ -108,16 +109,14 @@ def with_module(checkpoint: Checkpoint, model: Model) -> Checkpoint:
     modules = modules_of(checkpoint)
     if len(modules) < 2:
         return checkpoint
-    weights = {weight.name for weight in describe(model).weights if weight.role != "constant"}
-    graph = {name: value.const_value for name, value in model.graph.initializers.items() if name in weights}
+    shapes = {name: tensor.shape for name, tensor in weights_of(model).tensors.items()}
 
     def fitting(tensors: Mapping[str, Tensor]) -> int:
-        pairs = by_name(list(tensors), weights, weights, []).items()
-        shapes = ((tensors[theirs].shape, graph[ours].shape.numpy()) for theirs, ours in pairs)
-        return sum(sorted(theirs) == sorted(ours) for theirs, ours in shapes)
+        pairs = by_name(list(tensors), {*shapes}, {*shapes}, []).items()
+        return sum(sorted(tensors[theirs].shape) == sorted(shapes[ours]) for theirs, ours in pairs)
 
     counts = {name: fitting(tensors) for name, tensors in modules.items() if not OF_AVERAGES.search(name)}
-    best = [name for name, count in counts.items() if 2 * count > len(weights) and count == max(counts.values())]
+    best = [name for name, count in counts.items() if 2 * count > len(shapes) and count == max(counts.values())]
     if len(best) > 1:
         raise UnsupportedError(
             f"{len(best)} modules of `{checkpoint.path}` fit the model: {list_names(best, 8)}",

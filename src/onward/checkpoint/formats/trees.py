@@ -15,7 +15,7 @@ import numpy as np
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.contents import executed_names, mapping
 from onward.checkpoint.pytorch.pickle_objects import Object
-from onward.checkpoint.pytorch.pickle_reader import read_pickle
+from onward.checkpoint.pytorch.pickle_reader import Maker, read_pickle
 from onward.checkpoint.pytree import leaves, nest, with_lists
 from onward.checkpoint.pytree.train_states import LEAVES, checkpoint_of_tree
 from onward.errors import UnsupportedError
@@ -70,7 +70,10 @@ def _array_of_jax(make: Any, arguments: Any, state: Any, *_: Any) -> Any:
     return array
 
 
-_MAKERS = {("jax._src.array", "_reconstruct_array"): _array_of_jax, ("collections", "OrderedDict"): dict}
+_MAKERS: dict[tuple[str, str], Maker] = {
+    ("jax._src.array", "_reconstruct_array"): _array_of_jax,
+    ("collections", "OrderedDict"): dict,
+}
 
 _FIELDS = {
     "ScaleByAdamState": "count mu nu",

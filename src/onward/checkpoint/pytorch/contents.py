@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shutil
 from collections import defaultdict
@@ -192,9 +193,8 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
         name: {key: value for key, value in state.items() if isinstance(value, Tensor)}
         for name, state in contents_of(checkpoint.trees)["modules"].items()
     }
-    if len(states) > 1 and (
-        checkpoint.module in states or checkpoint.tensors.keys() in map(dict.keys, states.values())
-    ):
+    own = checkpoint.tensors.keys()
+    if len(states) > 1 and (checkpoint.module in states or any(own == state.keys() for state in states.values())):
         return states
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in {**next(iter(states.values()), {}), **checkpoint.tensors}.items():
@@ -266,7 +266,10 @@ def write_again(checkpoint: Checkpoint, folder: Path) -> None:
 
     Other files of its folder, such as those of a tokenizer, are copied if they still exist.
     """
-    writers = {".json": write_json, ".safetensors": lambda path, tensors: write_safetensors(path, tensors, PYTORCH)}
+    writers: dict[str, Callable[[Path, Any], None]] = {
+        ".json": write_json,
+        ".safetensors": functools.partial(write_safetensors, metadata=PYTORCH),
+    }
     for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
         writers.get(Path(name).suffix, write_torch_file)(folder / name, tree)
     for name in checkpoint.files:
@@ -278,8 +281,8 @@ def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[st
     """Return a model in safetensors, its configuration, and PyTorch's files beside it."""
     if (folder / INDEX).exists() or (folder / "model.safetensors").exists():
         facts["tensors"] = read_model_folder(folder)
-        if others := sorted(folder.glob("model_[0-9]*.safetensors")):  # Accelerate has a file for each model
-            models = {MODEL: facts.pop("tensors"), **{path.name: read_safetensors(path) for path in others}}
+        if further := sorted(folder.glob("model_[0-9]*.safetensors")):  # Accelerate has a file for each model
+            models = {MODEL: facts.pop("tensors"), **{path.name: read_safetensors(path) for path in further}}
             trees = {**models, **trees}
     if (folder / "config.json").exists():
         facts["configuration"] = read_json(folder / "config.json")

@@ -229,7 +229,7 @@ def with_names_of(checkpoint: Checkpoint, model: Checkpoint) -> Checkpoint:
             )
         return tensor
 
-    tree = {}
+    tree: dict[str, Any] = {}
     for key, part in new_tree(dataclasses.replace(model, averages={}), {}).items():
         with contextlib.suppress(StopIteration):  # the file may hold the module alone
             tree |= {key: map_leaves(part, next_leaf, (key,))} if key != "step" else {}
