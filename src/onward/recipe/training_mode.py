@@ -207,6 +207,13 @@ def open_linear(model: Model) -> None:
         replace_node(context, node, make_rewrite((ML_DOMAIN, node.op_type), _OPENED[node.op_type]))
         for value in [output for producer in model.graph for output in producer.outputs if output.name in results]:
             value.producer().metadata_props[PART_KEY] = str(results.index(value.name))  # type: ignore[union-attr]
+    for node in model.graph:
+        if node.domain == ML_DOMAIN and node.op_type in _KEEPING and node.outputs[0].type is None and node.inputs[0]:
+            node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), node.inputs[0].shape
+
+
+_KEEPING = ("Normalizer", "Scaler")
+"""Operators that return floats in the shape of their input; onnx does not infer their types."""
 
 
 def _regressor(
@@ -261,6 +268,9 @@ def _scores(op: Builder, x: Expr, coefficients: Any, intercepts: Any, rows: int,
 
 def _rows(op: Builder, x: Expr, width: int) -> Expr:
     """Return examples in rows, as float32; one example may come as a vector."""
+    shape = x.value.shape
+    if shape is not None and shape.rank() == 2 and isinstance(shape[1], int) and shape[1] != width:
+        raise UnsupportedError(f"a linear model has coefficients for {width} features, and gets {shape[1]}")
     before = x
     x = x if x.dtype == ir.DataType.FLOAT else op.Cast(x, to=ir.DataType.FLOAT)
     x = x if x.value.shape is not None and x.value.shape.rank() == 2 else op.Reshape(x, [-1, width])
