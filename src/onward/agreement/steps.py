@@ -84,9 +84,10 @@ def compare_steps(
     with start(model, **options) as running:
         for number, batch in enumerate(itertools.islice(batches, comparable), 1):
             done.append({name: batch[name] for name in running.inputs})  # the loss may not depend on all
-            gradients = gradients_of(running, done[-1]) if number == 1 else {}
+            gradients = gradients_of(running, done[-1])
             loss, theirs = running.step(done[-1])[running.loss], step(batch)
-            noise |= {name: noise.get(name, False) | new for name, new in noise_in(theirs.gradients).items()}
+            new_noise = noise_in(theirs.gradients, gradients)
+            noise |= {name: noise.get(name, False) | new for name, new in new_noise.items()}
             actual = {LOSS: np.asarray(loss), **running.state()}
             expected = {LOSS: np.asarray(theirs.loss), **theirs.weights}
             try:
@@ -104,7 +105,8 @@ def compare_steps(
                         mismatch = error
                 else:
                     raise mismatch
-            _compare_gradients(gradients, theirs.gradients, compare, model, options, done[0])
+            if number == 1:
+                _compare_gradients(gradients, theirs.gradients, compare, model, options, done[0])
             shared = noise.keys() & actual.keys() & expected.keys()
             running.load_state({n: np.where(noise[n], expected[n], actual[n]).astype(actual[n].dtype) for n in shared})
 

@@ -185,6 +185,8 @@ def _is_numeric(array: np.ndarray) -> bool:
 
 ROUNDINGS = 32
 """Gradients below this many roundings of a step's largest gradient count as zero."""
+_CANCELLED = Tolerance.relative / 10
+"""Relative difference of gradients that an update may amplify beyond the tolerance."""
 
 
 def distances_without_noise(
@@ -214,11 +216,23 @@ def gradients_of(engine: Engine, batch: Arrays) -> Arrays:
         return {}
 
 
-def noise_in(gradients: Arrays) -> dict[str, np.ndarray]:
-    """Return masks of the gradients that are rounding errors; gradients in 16 bits are sums in float32."""
+def noise_in(gradients: Arrays, others: Arrays | None = None) -> dict[str, np.ndarray]:
+    """Return masks of the gradients that are rounding errors; gradients in 16 bits are sums in float32.
+
+    With the gradients of the other side, those are noise, too, that agree as sums do, but differ by a large part of
+    themselves: large terms cancelled, and Adam amplifies what is left.
+    """
     top = max(map(largest, gradients.values()), default=0.0)
-    epsilons = {name: min(epsilon_of(g.dtype), epsilon_of(np.dtype(np.float32))) for name, g in gradients.items()}
-    return {name: np.abs(g) <= ROUNDINGS * epsilons[name] * top for name, g in gradients.items()}
+    noise = {}
+    for name, gradient in gradients.items():
+        rounding = ROUNDINGS * min(epsilon_of(gradient.dtype), epsilon_of(np.dtype(np.float32))) * top
+        noise[name] = np.abs(gradient) <= rounding
+        other = (others or {}).get(name)
+        if other is not None and other.shape == gradient.shape:
+            difference = np.abs(other - gradient)
+            agree = difference <= max(rounding, Tolerance.relative * largest(gradient))
+            noise[name] |= agree & (difference > _CANCELLED * np.abs(gradient))
+    return noise
 
 
 def _followers(engine: Engine, noise: Arrays) -> Arrays:

@@ -96,6 +96,10 @@ EXACT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         "log1p": lambda y: torch.log1p(y.exp() * 1e-8) * 1e8,
         "expm1": lambda y: torch.expm1(y * 1e-6) * 1e6,
         "log1p_large": lambda y: torch.log1p(y.exp() * 1e30),
+        "lgamma": lambda y: torch.lgamma(y.exp() * torch.tensor([0.01, 0.5, 1.0, 3.0, 9.0])) * 0.1,
+        "lgamma_of_negative_numbers": lambda y: torch.lgamma(-0.2 - 0.6 * y.sigmoid()),
+        "added_to_a_number": lambda y: torch.add(0.3, (y > 0).long(), alpha=0.7) * y,
+        "subtracted_from_a_number": lambda y: (1.0 - (y > 0).long()) * y,
     }),
     "reductions": ((3, 4), {
         **{f"norm_{p}": partial(torch.norm, p=p, dim=1, keepdim=True) for p in (0, 1, 2, 3, 0.5, float("inf"), "fro")},
@@ -106,6 +110,11 @@ EXACT: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         "normalize": lambda y: F.normalize(y, p=3.0, dim=1, eps=0.5),
         "cosine": lambda y: F.cosine_similarity(y, y.sin().detach(), dim=1),
         "smallest": lambda y: y.topk(2, 1, largest=False)[0],
+        "sorted": lambda y: torch.sort(y, stable=True, dim=1, descending=True)[0],
+        "selected": lambda y: y.masked_select(y > 0),
+        "counted": lambda y: torch.histc(y.detach().sigmoid(), 4, 0.2, 0.8) * y.mean(),
+        "strided": lambda y: y.transpose(1, 2).as_strided((y.shape[0], 2, 3), (12, 1, 4)),
+        "complex": lambda y: torch.view_as_real(torch.view_as_complex(y.unflatten(2, (2, 2))).unsqueeze(-1)),
         "layer_norm": lambda y: F.layer_norm(y, (3, 4), eps=0.1),
         "rms_norm": lambda y: F.rms_norm(y, (4,), eps=0.1),
         "batch_norm": lambda y: F.batch_norm(y, None, None, training=True, eps=0.1),
@@ -303,3 +312,32 @@ def test_gradients_are_compared_whatever_the_learning_rate(rate: float, tmp_path
     with pytest.raises(Error, match=r"first\.weight"):
         onward.from_checkpoint(tmp_path / "x.pt", **given)
     assert onward.from_checkpoint(tmp_path / "x.pt", **given, probe=False).steps
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_ctc_of_selected_labels(reduction: str) -> None:
+    """The loss inside of a forward pass takes the labels of all sequences in a row, as transformers write it."""
+
+    class Speech(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 5)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            mask = labels >= 0
+            lengths, times = mask.sum(-1), torch.full((len(x),), x.shape[1])
+            scores = F.log_softmax(self.layer(x), -1).transpose(0, 1)
+            loss = F.ctc_loss(scores, labels.masked_select(mask), times, lengths, reduction=reduction)
+            return {"loss": loss, "same": loss}
+
+    torch.manual_seed(0)
+    module = Speech()
+    inputs = {"x": torch.randn(3, 6, WIDTH), "labels": torch.tensor([[1, 2, 2], [3, -1, -1], [4, 1, -1]])}
+    training = from_torch(module, inputs, loss="loss", optimizer=torch.optim.SGD(module.parameters(), 0.1))
+    loss = module(**inputs)["loss"]
+    loss.backward()
+    with start(training, threads=1) as engine:
+        batch = {name: x.numpy() for name, x in inputs.items()}
+        gradients = engine.gradients(batch)
+        np.testing.assert_allclose(engine.step(batch)[engine.loss], loss.item(), rtol=1e-5)
+    np.testing.assert_allclose(gradients["layer.weight"], module.layer.weight.grad, rtol=1e-4, atol=1e-6)

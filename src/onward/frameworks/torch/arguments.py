@@ -60,7 +60,9 @@ class Flat(nn.Module):  # type: ignore[misc]
             )
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
-        return named_tensors(self.result(*tensors))
+        outputs = named_tensors(self.result(*tensors))
+        first = {id(x): name for name, x in reversed(outputs.items())}  # the exporter would merge equal outputs
+        return {name: x if first[id(x)] == name else x.clone() for name, x in outputs.items()}
 
     def result(self, *tensors: torch.Tensor) -> Any:
         """Return what the module returns, in float32 under `torch.autocast`, as losses are computed."""

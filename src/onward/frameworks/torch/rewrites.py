@@ -9,6 +9,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from onward.errors import UnsupportedError
 from onward.run_state.problems import Problems
 
 aten = torch.ops.aten
@@ -19,6 +20,9 @@ _BERNOULLI = (aten.bernoulli_.float, aten.bernoulli.p)
 _DEFAULT_PROBABILITY = 0.5
 """Default probability of a one."""
 _FLOORS = (aten.floor.default, aten.floor_.default)
+
+_CHECKS = (aten._assert_scalar.default, aten._assert_async.msg, aten._assert_tensor_metadata.default)
+"""Operators that raise an error and return nothing."""
 
 _NO_REDUCTION = 0
 """Reduction "none" of a loss."""
@@ -43,10 +47,12 @@ def rewrite(program: ExportedProgram) -> None:
     for node in list(graph.nodes):
         if node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False:
             for result in list(node.users):
-                with graph.inserting_after(result):
-                    _insert_after(result, graph.call_function(aten.detach.default, (result,)))
+                _detach(result)
         elif node.target in _REWRITES:
             _REWRITES[node.target](node)
+        elif node.target in _CHECKS:
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
     graph.lint()
     program.graph_module.recompile()
 
@@ -163,6 +169,46 @@ def _dropout_node(ones: Node, keep: Any) -> Node:
     return ones.graph.call_function(aten.dropout.default, (ones, 1 - keep, True))
 
 
+def _add_to_number(node: Node) -> None:
+    """Put the tensor of `number - x` first: the exporter widens integers, and then finds no overload."""
+    number, x = node.args[:2] if node.target is not aten.rsub.Scalar else reversed(node.args[:2])
+    if len(node.args) != 2 or not isinstance(x, Node) or isinstance(number, Node):
+        return
+    factor = node.kwargs.get("alpha", 1) if node.target is aten.add.Tensor else -node.kwargs.get("alpha", 1)
+    with node.graph.inserting_before(node):
+        product = node.graph.call_function(aten.mul.Tensor, (x, factor))
+        _replace(node, node.graph.call_function(aten.add.Tensor, (product, number)))
+
+
+def _unsqueeze_complex(node: Node) -> None:
+    """Insert an axis into complex numbers by their parts."""
+    x, axis = node.args
+    assert isinstance(x, Node) and isinstance(axis, int)
+    if x.meta["val"].is_complex():
+        with node.graph.inserting_before(node):
+            parts = node.graph.call_function(aten.view_as_real.default, (x,))
+            parts = node.graph.call_function(aten.unsqueeze.default, (parts, axis if axis >= 0 else axis - 1))
+            _replace(node, node.graph.call_function(aten.view_as_complex.default, (parts,)))
+
+
+def _detach(result: Node) -> None:
+    """Stop the gradient of a result. The exporter detaches no complex numbers, but their parts."""
+    value = result.meta.get("val")
+    is_complex = isinstance(value, torch.Tensor) and value.is_complex()
+    call = result.graph.call_function
+    with result.graph.inserting_after(result):
+        parts = call(aten.view_as_real.default, (result,)) if is_complex else result
+    with result.graph.inserting_after(parts):
+        stopped = call(aten.detach.default, (parts,))
+    if is_complex:
+        with result.graph.inserting_after(stopped):
+            whole = call(aten.view_as_complex.default, (stopped,))
+        whole.meta = dict(result.meta)
+        result.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not parts)
+    else:
+        _insert_after(result, stopped)
+
+
 def _replace(node: Node, other: Node) -> None:
     other.meta = dict(node.meta)
     node.replace_all_uses_with(other)
@@ -212,10 +258,35 @@ def _divide_by_count(node: Node) -> None:
     _replace(node, mean)
 
 
+def _store_in_order(node: Node) -> None:
+    """Permute the input of `as_strided` to its order in memory. The exporter takes it for contiguous."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    sizes, strides = ([_example_size(n) for n in numbers] for numbers in (x.meta["val"].shape, x.meta["val"].stride()))
+    order = sorted(range(len(sizes)), key=lambda axis: -strides[axis])
+    expected = 1
+    for axis in reversed(order):
+        if sizes[axis] != 1 and strides[axis] != expected:
+            raise UnsupportedError("`as_strided` reads a view that skips elements", hint="call `x.contiguous()` before")
+        expected *= sizes[axis]
+    if order != sorted(order):
+        with node.graph.inserting_before(node):
+            permuted = node.graph.call_function(aten.permute.default, (x, order))
+            options = {"memory_format": torch.contiguous_format}
+            node.replace_input_with(x, node.graph.call_function(aten.clone.default, (permuted,), options))
+
+
+def _example_size(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
 _REWRITES: dict[Any, Callable[[Node], None]] = {
     aten.feature_dropout.default: _drop_channels,
     aten.scatter_reduce.two: _divide_by_count,
+    aten.as_strided.default: _store_in_order,
     aten.scaled_dot_product_attention.default: _add_head_axis,
+    aten.unsqueeze.default: _unsqueeze_complex,
+    **dict.fromkeys((aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar), _add_to_number),
     **dict.fromkeys(_QUOTIENTS, _drop_by_bernoulli),
     **dict.fromkeys((aten.mul.Tensor, aten.mul_.Tensor), _drop_by_rounding),
     **dict.fromkeys((aten.view.default, aten.reshape.default), _make_contiguous),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import onnx
 import onnx_ir as ir
+import torch
 from onnxscript import opset20 as op
 from onnxscript.function_libs.torch_lib.ops.core import aten_conv3d
 from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 from onnxscript.values import Op, Opset
 from torch import ops
+from torch.export import ExportedProgram
+from torch.nn import functional as F
 
 from onward.build import DOMAIN, DOMAIN_VERSION, Function
 from onward.model import Model
@@ -28,6 +32,7 @@ _FUNCTIONS = (
     losses.CrossEntropyWithProbabilities,
     losses.SmoothLabels,
     losses.WeightClasses,
+    losses.ConnectionistTemporalClassification,
 )
 """Functions that translations call."""
 _FLOATS = [f"tensor({name})" for name in ("float", "double", "float16", "bfloat16")]
@@ -54,6 +59,7 @@ _smoothed_cross_entropy = _operator(losses.SmoothedCrossEntropy, ignore_index=on
 _cross_entropy_with_probabilities = _operator(losses.CrossEntropyWithProbabilities)
 _smooth_labels = _operator(losses.SmoothLabels)
 _weight_classes = _operator(losses.WeightClasses)
+_ctc_of_rows = _operator(losses.ConnectionistTemporalClassification, blank=onnx.defs.OpSchema.AttrType.INT)
 
 
 def _stop_gradient(x: Any) -> Any:
@@ -98,6 +104,27 @@ def _cross_entropy(
             scores, target, weight, reduction=reduction_name, ignore_index=ignore_index
         )
     return loss
+
+
+def ctc_of_sequences(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int,
+) -> torch.Tensor:
+    """Return the loss of each sequence."""
+    return F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction="none")
+
+
+CTC = torch.library.custom_op("onward::ctc_of_sequences", ctc_of_sequences, mutates_args=())
+"""PyTorch's own operator, whose labels have a size that depends on lengths, cannot be traced."""
+CTC.register_fake(lambda log_probs, *arguments: log_probs.new_empty(log_probs.shape[1]))
+
+
+def _ctc(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, blank: int) -> Any:
+    targets, *lengths = (op.Cast(x, to=onnx.TensorProto.INT64) for x in (targets, input_lengths, target_lengths))
+    return _ctc_of_rows(log_probs, targets, *lengths, blank=blank)
 
 
 def _double(number: float) -> onnx.TensorProto:
@@ -165,6 +192,18 @@ def _add_rows(rows: Any, places: Any, shape: Any) -> Any:
     return op.ScatterND(zeros, places, rows, reduction="add")
 
 
+def _masked_select(x: Any, mask: Any) -> Any:
+    shape = op.Shape(op.Where(mask, x, x))
+    positions = op.Transpose(op.NonZero(op.Expand(mask, shape)), perm=[1, 0])
+    return op.GatherND(op.Expand(x, shape), positions)
+
+
+def _sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> tuple[Any, Any]:
+    """Return sorted values and their indices. Of equals, TopK returns the first first."""
+    size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
+    return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
+
+
 # ---- near zero -------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +221,33 @@ def _log1p(x: Any) -> Any:
     return op.Where(is_small, small, op.Log(far))
 
 
+# ---- logarithm of the gamma function ---------------------------------------------------------------------------------
+
+_STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680)
+"""Coefficients of Stirling's series; from 8 on, four of them are exact in float32."""
+_SHIFT = 8
+
+
+def _lgamma(x: Any) -> Any:
+    """Return log |gamma(x)|: Stirling's series from 8 on, the recurrence below, the reflection for negative numbers."""
+    zero, half, one, shift, pi = (_constant(number, x) for number in (0.0, 0.5, 1.0, float(_SHIFT), math.pi))
+    is_negative = op.Less(x, half)
+    positive, negative = op.Where(is_negative, op.Sub(one, x), x), op.Where(is_negative, x, half)
+    is_small = op.Less(positive, shift)
+    z, factor = op.Where(is_small, op.Add(positive, shift), positive), op.Where(is_small, positive, one)
+    product = factor
+    for i in range(1, _SHIFT):
+        product = op.Mul(product, op.Add(factor, _constant(float(i), x)))
+    inverse = op.Div(one, z)
+    square, series = op.Mul(inverse, inverse), _constant(_STIRLING[-1], x)
+    for coefficient in reversed(_STIRLING[:-1]):
+        series = op.Add(op.Mul(series, square), _constant(coefficient, x))
+    stirling = op.Add(op.Sub(op.Mul(op.Sub(z, half), op.Log(z)), z), _constant(math.log(2 * math.pi) / 2, x))
+    size = op.Sub(op.Add(stirling, op.Mul(series, inverse)), op.Where(is_small, op.Log(product), zero))
+    sine = op.Abs(op.Sin(op.Mul(pi, op.Sub(negative, op.Floor(negative)))))
+    return op.Where(is_negative, op.Sub(op.Log(op.Div(pi, sine)), size), size)
+
+
 # ---- convolution -----------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +256,40 @@ def _conv3d(x: Any, weight: Any, bias: Any = None, *settings: Any, **options: An
     if bias is None:
         bias = op.Expand(_constant(0, weight), op.Shape(weight, start=0, end=1))
     return aten_conv3d(x, weight, bias, *settings, **options)
+
+
+# ---- experts ---------------------------------------------------------------------------------------------------------
+
+
+def _grouped_mm(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Return the product of each row with the matrix of its group; `offs` are the ends of the groups.
+
+    Every group multiplies all rows, since the sizes of groups depend on the data.
+    """
+    if offs is None:
+        return op.MatMul(x, weight)
+    if len(x.shape) != 2 or len(weight.shape) != 3 or bias is not None:
+        raise NotImplementedError("grouped_mm of other than rows and a matrix for each group")
+    first, last = op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
+    row = op.Range(op.Constant(value_int=0), op.Squeeze(op.Shape(x, start=0, end=1)), op.Constant(value_int=1))
+    has_ended = op.LessOrEqual(op.Unsqueeze(op.Cast(offs, to=onnx.TensorProto.INT64), first), op.Unsqueeze(row, last))
+    group = op.ReduceSum(op.Cast(has_ended, to=onnx.TensorProto.INT64), last, keepdims=0)
+    group = op.Min(group, op.Sub(op.Squeeze(op.Shape(weight, start=0, end=1)), op.Constant(value_int=1)))
+    products = op.MatMul(op.Unsqueeze(x, first), weight)  # [groups, rows, columns]
+    return op.GatherND(products, op.Concat(op.Unsqueeze(group, last), op.Unsqueeze(row, last), axis=1))
+
+
+def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """Return how many elements fall into each of the bins from `min` to `max`."""
+    if min >= max:
+        raise NotImplementedError("histc without bounds")
+    low, high, last = (_constant(number, x) for number in (min, max, bins - 1))
+    scaled = op.Mul(op.Sub(x, low), _constant(bins / (max - min), x))
+    position = op.Min(op.Floor(scaled), last)  # the last bin has both bounds
+    position = op.Where(op.And(op.GreaterOrEqual(x, low), op.LessOrEqual(x, high)), position, _constant(-1, x))
+    position = op.Reshape(position, op.Constant(value_ints=[-1, 1]))
+    counted = op.Equal(position, op.CastLike(op.Constant(value_ints=range(bins)), x))
+    return op.ReduceSum(op.CastLike(counted, x), op.Constant(value_ints=[0]), keepdims=0)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -294,9 +394,11 @@ def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     return op.ReduceSum(op.Mul(*normalized), axes, keepdims=0)
 
 
-TRANSLATIONS = {
+TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     ops.aten.scaled_dot_product_attention.default: _attention,
     ops.aten.conv3d.default: _conv3d,
+    ops.aten._grouped_mm.default: _grouped_mm,
+    ops.aten.histc.default: _histc,
     ops.aten.cosine_similarity.default: _cosine_similarity,
     ops.aten.relu6.default: _relu6,
     ops.aten.hardtanh.default: _hardtanh,
@@ -308,10 +410,24 @@ TRANSLATIONS = {
     ops.aten.min.dim: _chooser(op.ArgMin),
     ops.aten.expm1.default: _expm1,
     ops.aten.log1p.default: _log1p,
+    ops.aten.lgamma.default: _lgamma,
+    ops.prims.lgamma.default: _lgamma,
     ops.aten.cross_entropy_loss.default: _cross_entropy,
     ops.aten.detach.default: _stop_gradient,
+    ops.aten.masked_select.default: _masked_select,
+    ops.aten.sort.stable: _sort,
+    ops.onward.ctc_of_sequences.default: _ctc,
     ops.aten.embedding.default: _embedding,
     ops.aten._embedding_bag.default: _embedding_bag,
     ops.aten.embedding_bag.padding_idx: _embedding_bag,
 }
 """Translation table for `torch.onnx.export`."""
+
+_OF_LIBRARIES = {"transformers.grouped_mm_fallback.default": _grouped_mm}
+"""Translations of operators that other libraries register, by name."""
+
+
+def translations_for(program: ExportedProgram) -> dict[Any, Callable[..., Any]]:
+    """Return the translation table with the operators of other libraries in a program."""
+    targets = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    return TRANSLATIONS | {target: _OF_LIBRARIES[str(target)] for target in targets if str(target) in _OF_LIBRARIES}
