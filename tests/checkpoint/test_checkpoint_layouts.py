@@ -670,3 +670,21 @@ def test_gguf(tmp_path: Path) -> None:
     (tmp_path / "cut.gguf").write_bytes(head + body[:100])
     with pytest.raises(onward.Error, match=r"is cut off|not a whole GGUF"):
         onward.open_checkpoint(tmp_path / "cut.gguf")
+
+
+@pytest.mark.slow
+def test_weights_alone_are_deployable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """transformers loads the folder in the type of its configuration, rounded as PyTorch rounds."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("onward.checkpoint.formats.safetensors._LARGEST", 1000)
+    trainer = Path(__file__).parents[1] / "recorded" / "trainer"
+    with pytest.warns(UserWarning, match="`hf-model` does not hold: optimizer"):
+        onward.to_checkpoint(trainer, tmp_path / "deploy", format="hf-model", dtype="bfloat16")
+    assert len(list((tmp_path / "deploy").glob("model-0000*-of-*.safetensors"))) > 1
+    cls = transformers.BertForSequenceClassification
+    deployed, original = cls.from_pretrained(tmp_path / "deploy", dtype="auto"), cls.from_pretrained(trainer)
+    assert deployed.dtype == torch.bfloat16
+    for name, tensor in original.to(torch.bfloat16).state_dict().items():
+        assert torch.equal(deployed.state_dict()[name], tensor), name
+    with pytest.raises(onward.Error, match="holds the optimizer, too"):
+        onward.to_checkpoint(trainer, tmp_path / "sharded", format="dcp", dtype="bfloat16")

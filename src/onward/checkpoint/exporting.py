@@ -6,8 +6,9 @@ import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 
 from onward.arguments import checked
@@ -18,7 +19,16 @@ from onward.checkpoint.name_matching import Match, pair_names, with_own_names
 from onward.checkpoint.pytorch.contents import UPDATES, of_module
 from onward.checkpoint.pytorch.contents import step_of as step_of_progress
 from onward.checkpoint.pytorch.state_dicts import advance_counter, advance_state, state_of
-from onward.errors import Error, UnknownNameError, UnsupportedError, default_hint, list_names, suggest, warn
+from onward.errors import (
+    ArgumentError,
+    Error,
+    UnknownNameError,
+    UnsupportedError,
+    default_hint,
+    list_names,
+    suggest,
+    warn,
+)
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.state import states
@@ -33,7 +43,11 @@ from onward.run_state.training_models import from_training_model, step_of
 
 @checked()
 def to_checkpoint(
-    training: Model | Checkpoint | str | os.PathLike[str], path: str | os.PathLike[str], *, format: str
+    training: Model | Checkpoint | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    format: str,
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None,
 ) -> Path:
     """Write a checkpoint that a framework can resume; return its path.
 
@@ -43,7 +57,9 @@ def to_checkpoint(
 
     - `training`: a training model, or a checkpoint of any format
     - `path`: the file or folder
-    - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`
+    - `format`: such as `"hf"`, `"dcp"`, `"deepspeed"` or `"orbax"`; `"hf-model"` and
+      `"safetensors"` hold weights alone
+    - `dtype`: the type of floating-point weights, for a format that holds weights alone
     """
     chosen = format_named(format)
     source = open_either(training)
@@ -56,6 +72,8 @@ def to_checkpoint(
     if checkpoint.format != chosen.name and (own := checkpoint.own_optimizers) != checkpoint.optimizers:
         warn(f"only `{checkpoint.module}` and its optimizer are written; `{checkpoint.path}` has other modules")
         checkpoint = dataclasses.replace(checkpoint, optimizers=own, schedules=checkpoint.own_schedules)
+    if dtype is not None:
+        checkpoint = _in_type(checkpoint, dtype, chosen)
     if chosen.needs_names:
         checkpoint = with_own_names(checkpoint)
     if checkpoint.step is None and any(schedule.position for schedule in checkpoint.schedules) and format in _WITH_STEP:
@@ -81,6 +99,23 @@ def to_checkpoint(
     if lost:
         warn(f"`{chosen.name}` does not hold: {', '.join(lost)}")
     return target
+
+
+def _in_type(checkpoint: Checkpoint, dtype: str, format: Format) -> Checkpoint:
+    """Return a checkpoint with its floating-point weights in a type, which its configuration names."""
+    if format.keeps_optimizers:
+        raise ArgumentError(
+            f"`dtype` is for weights alone, and `{format.name}` holds the optimizer, too",
+            hint='write `"hf-model"` or `"safetensors"`: `--to hf-model --dtype bfloat16`',
+        )
+    target = np.dtype({"bfloat16": ml_dtypes.bfloat16}.get(dtype, dtype))
+    tensors = {
+        name: tensor if tensor.dtype.kind in "biu" else convert_dtype(tensor, target)
+        for name, tensor in checkpoint.tensors.items()
+    }
+    keys = [key for key in ("dtype", "torch_dtype") if key in checkpoint.configuration] or ["dtype"]
+    configuration = {**checkpoint.configuration, **dict.fromkeys(keys, dtype)} if checkpoint.configuration else {}
+    return dataclasses.replace(checkpoint, tensors=tensors, configuration=configuration)
 
 
 _WITH_STEP = ("hf", "lightning", "deepspeed", "megatron", "orbax", "flax", "tensorflow")

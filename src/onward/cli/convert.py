@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
@@ -40,6 +40,7 @@ def _formats() -> str:
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert model.onnx --to torch -o model.py",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
+    "onward convert checkpoint-500/ --to hf-model --dtype bfloat16 -o deploy/",
     about=_formats,
     **options_from(MissingOptions),
 )
@@ -77,6 +78,10 @@ def convert(
         bool,
         option("--no-probe", None, "Skip comparing a step of `--module` with its graph, to save memory.", MISSING),
     ] = False,
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16"] | None,
+        option("--dtype", "TYPE", "With `--to hf-model` or `safetensors`: the type of the weights."),
+    ] = None,
     dry_run: Annotated[
         bool, option("--dry-run", None, "Print how the checkpoint would be converted, and write nothing.")
     ] = False,
@@ -106,7 +111,9 @@ def convert(
     if to is not None:
         if flags or (like is not None and source.suffix == ".onnx"):  # a program, too, takes none
             raise Misuse(f"`{'--like' if like else flags[0]}` has no effect with `--to`", "leave one of them out")
-        written = _convert_to(source, to, output, force, program, like)
+        written = _convert_to(source, to, output, force, program, like, dtype)
+    elif dtype is not None:
+        raise Misuse("`--dtype` needs `--to`", f"onward convert {source} --to hf-model --dtype {dtype}")
     elif program is not None:
         flag = "--program" if program else "--only-state"
         raise Misuse(f"`{flag}` needs `--to`", f"onward convert {source} --to torch {flag}")
@@ -125,7 +132,7 @@ def convert(
 
 
 def _convert_to(
-    source: Path, to: str, output: Path | None, force: bool, program: bool | None, like: Path | None
+    source: Path, to: str, output: Path | None, force: bool, program: bool | None, like: Path | None, dtype: Any
 ) -> list[Path]:
     from onward.checkpoint.formats import writable
     from onward.frameworks.run_files import FRAMEWORKS
@@ -144,10 +151,12 @@ def _convert_to(
     if program is None:
         program = framework is not None and source.suffix == ".onnx" and not _was_state(source, to)
     if program and framework is not None:
+        if dtype is not None:
+            raise Misuse("`--dtype` has no effect on a program", "write weights alone: `--to hf-model`")
         return _program(source, framework, output, force)
     if to not in writable():
         raise Misuse(f"`{to}` is not a checkpoint format", f"use one of {', '.join(writable())}")
-    return [_checkpoint(source, to, output, force, like)]
+    return [_checkpoint(source, to, output, force, like, dtype)]
 
 
 def _refuse_other_files_of_a_run(source: Path, to: str) -> None:
@@ -200,7 +209,7 @@ def _program(source: Path, framework: Framework, output: Path | None, force: boo
     return written
 
 
-def _checkpoint(source: Path, to: str, output: Path | None, force: bool, like: Path | None) -> Path:
+def _checkpoint(source: Path, to: str, output: Path | None, force: bool, like: Path | None, dtype: Any) -> Path:
     from onward.checkpoint.exporting import to_checkpoint
     from onward.checkpoint.formats import writable
     from onward.importing import with_parameter_names
@@ -223,7 +232,7 @@ def _checkpoint(source: Path, to: str, output: Path | None, force: bool, like: P
     if is_named and like is not None:
         raise Misuse("`--like` has no effect with `--to`", "leave one of them out")
     with writing(f"writing {path}", *([source] if source.suffix == ".onnx" else [])):
-        to_checkpoint(source if is_named else with_parameter_names(source, like), path, format=to)
+        to_checkpoint(source if is_named else with_parameter_names(source, like), path, format=to, dtype=dtype)
     remark(f"wrote {path}")
     return path
 

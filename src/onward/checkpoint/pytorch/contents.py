@@ -262,16 +262,18 @@ def torch_files(folder: Path) -> dict[str, Any]:
 
 
 def write_again(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write the files that a checkpoint was read from, with current numbers.
-
-    Other files of its folder, such as those of a tokenizer, are copied if they still exist.
-    """
+    """Write the files that a checkpoint was read from, with current numbers, and copy its other files."""
     writers: dict[str, Callable[[Path, Any], None]] = {
         ".json": write_json,
         ".safetensors": functools.partial(write_safetensors, metadata=PYTORCH),
     }
     for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
         writers.get(Path(name).suffix, write_torch_file)(folder / name, tree)
+    copy_files(checkpoint, folder)
+
+
+def copy_files(checkpoint: Checkpoint, folder: Path) -> None:
+    """Copy other files of a checkpoint, such as those of a tokenizer, that still exist."""
     for name in checkpoint.files:
         if is_plain_name(name) and (source := checkpoint.path / name).is_file():
             shutil.copyfile(source, folder / name)
