@@ -676,7 +676,7 @@ def test_gguf(tmp_path: Path) -> None:
 def test_weights_alone_are_deployable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """transformers loads the folder in the type of its configuration, rounded as PyTorch rounds."""
     transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("onward.checkpoint.formats.safetensors._LARGEST", 1000)
+    monkeypatch.setattr("onward.checkpoint.formats.safetensors._LARGEST", 100)
     trainer = Path(__file__).parents[1] / "recorded" / "trainer"
     with pytest.warns(UserWarning, match="`hf-model` does not hold: optimizer"):
         onward.to_checkpoint(trainer, tmp_path / "deploy", format="hf-model", dtype="bfloat16")
