@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Mapping
@@ -496,6 +497,91 @@ def test_weights_of_another_model_are_refused(models: dict[type, onward.Model], 
 
 
 # ---- frameworks ------------------------------------------------------------------------------------------------------
+
+
+class _Adapted(nn.Module):
+    """A linear layer as PEFT wraps it."""
+
+    def __init__(self, base: Any, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.base_layer, self.scale = base, alpha / rank
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x: Any) -> Any:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * self.scale
+
+
+def _in_trainer(folder: Path, optimizer: Any, scheduler: Any) -> None:
+    """Save what the Trainer of transformers saves beside the model."""
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    state = {"global_step": STEPS, "epoch": 1.0, "max_steps": 100, "num_train_epochs": 1, "log_history": []}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
+@pytest.mark.slow
+def test_adapters_of_peft_in_a_trainer(models: dict[type, onward.Model], tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    module = Language().requires_grad_(False)
+    for block in module.h:
+        block.attn, block.out = _Adapted(block.attn, 2, 4), _Adapted(block.out, 2, 4)
+    trained = {f"base_model.model.{n}": p for n, p in module.named_parameters() if p.requires_grad}
+    groups = [{"params": [*trained.values()], "weight_decay": 0.01}, {"params": [], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 40)
+    train(module, optimizer, 1, scheduler)
+    tensors = {name.replace(".default", ""): p.detach() for name, p in trained.items()}
+    safetensors.save_file(tensors, tmp_path / "adapter_model.safetensors", {"format": "pt"})
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ["attn", "out"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    _in_trainer(tmp_path, optimizer, scheduler)
+    losses = train(module, optimizer, 2, scheduler)
+    ours, after = run(onward.from_checkpoint(tmp_path, models[Language], loss="cross_entropy:axis=-1"), module)
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    onward.to_checkpoint(after, tmp_path / "after", format="hf")
+    written = safetensors.load_file(tmp_path / "after" / "adapter_model.safetensors")
+    for name, tensor in tensors.items():  # the tensors of the module, trained further
+        np.testing.assert_allclose(written[name].numpy(), tensor.numpy(), rtol=1e-4, atol=1e-6, err_msg=name)
+    state = torch.load(tmp_path / "after" / "optimizer.pt")["state"]
+    for key, slots in optimizer.state_dict()["state"].items():
+        np.testing.assert_allclose(state[key]["exp_avg"].numpy(), slots["exp_avg"].numpy(), rtol=1e-3, atol=1e-6)
+
+
+def test_a_trainer_that_saved_the_model_only(models: dict[type, onward.Model], tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    module = Vision()
+    train(module, optimizer := _momentum(module), 1)
+    _in_trainer(tmp_path, optimizer, _milestones(optimizer))
+    for name in ("optimizer", "scheduler"):
+        (tmp_path / f"{name}.pt").unlink()
+    safetensors.save_file(module.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match="has no optimizer state") as refusal:
+        onward.from_checkpoint(tmp_path, models[Vision], loss="cross_entropy")
+    assert "onward train --weights" in (refusal.value.hint or "")
+    inputs, labels = next(batches(module, 3))
+    data = {"image": inputs.numpy(), "labels": labels.numpy()}
+    options = {"loss": "cross_entropy", "batch_norm": "batch", "run": tmp_path / "run", "batch_size": 4, "quiet": True}
+    run = onward.train(models[Vision], data, weights=tmp_path, **options)
+    expected = F.cross_entropy(module.train()(inputs), labels).item()
+    np.testing.assert_allclose(next(row["loss"] for row in run.read_log() if "loss" in row), expected, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_adafactor_of_transformers_is_refused(models: dict[type, onward.Model], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    module = Vision()
+    options = {"scale_parameter": False, "relative_step": False, "lr": 1e-2}
+    optimizer = transformers.Adafactor(module.parameters(), **options)
+    train(module, optimizer, 1)
+    torch.save(_plain(module, optimizer, None), tmp_path / "ckpt.pt")
+    with pytest.raises(UnsupportedError, match="does not name its optimizer"):
+        onward.from_checkpoint(tmp_path / "ckpt.pt", models[Vision], loss="cross_entropy")
+    with pytest.raises(UnsupportedError):
+        onward.from_checkpoint(
+            tmp_path / "ckpt.pt", models[Vision], loss="cross_entropy", optimizer="adafactor:lr=1e-2"
+        )
 
 
 @pytest.mark.slow

@@ -72,6 +72,8 @@ class Captured(NamedTuple):
     """Further names of the checkpoint's tensors."""
     stored: Mapping[str, str] = {}
     """Names of the checkpoint's tensors -> names of the graph, if they differ in files."""
+    frozen: frozenset[str] = frozenset()
+    """Weights of the model that the checkpoint does not store, such as those below adapters."""
     probe: Callable[[Model, Any], None] | None = None
     """Compares the model and its weights with the module that it was captured from."""
 

@@ -17,11 +17,11 @@ from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import open_checkpoint
 from onward.checkpoint.name_matching import Match, match, with_names, with_own_names
-from onward.checkpoint.pytorch.contents import of_module
+from onward.checkpoint.pytorch.contents import ADAPTER, of_module
 from onward.checkpoint.pytree.train_states import LEAVES, with_names_of
 from onward.checkpoint.summary import plain, settings
 from onward.errors import ArgumentError, UnsupportedError, first_line, list_names, warn
-from onward.importing.capture import capture_model, orders_of_configuration
+from onward.importing.capture import capture_model, of_adapters, orders_of_configuration
 from onward.importing.groups import (
     own_constants,
     refuse_unmatched,
@@ -114,7 +114,8 @@ def plan_import(
     if not model.steps:
         model = model.copy()
         restore(model, unfold=True)
-    return plan(checkpoint, Captured(model, None), arguments)
+    captured = of_adapters(checkpoint, model) if ADAPTER in checkpoint.trees else Captured(model, None)
+    return plan(checkpoint, captured, arguments)
 
 
 def with_weights(
@@ -254,7 +255,7 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
     model = without_steps(source)
     pairs = options.names if isinstance(options.names, Mapping) else None
     matched = match(checkpoint.tensors, model, pairs, checkpoint.tied, captured.stored)
-    constants = own_constants(matched, model, base)
+    constants = own_constants(matched, model, base) | captured.frozen
     try:
         checkpoint, notes = with_optimizer_names(checkpoint, matched, model, base, captured.orders, options)
     except UnsupportedError:

@@ -18,6 +18,10 @@ from onward.checkpoint.formats import FORMATS, keras
 from onward.checkpoint.name_matching import TRAINER
 from onward.checkpoint.pytorch.pickle_objects import Object
 from onward.errors import ArgumentError, DataError, InvalidModelError, UnsupportedError, first_line
+from onward.model import Model
+from onward.recipe import lora
+from onward.recipe.lora.adapters import adapters
+from onward.recipe.lora.files import names_in_peft
 
 if TYPE_CHECKING:
     from onward.frameworks.torch.architecture import Architecture
@@ -48,6 +52,15 @@ def capture_model(checkpoint: Checkpoint, module: Any, example_inputs: Any, loss
         f"`{checkpoint.path}` holds the state of a run without its model",
         hint="give its ONNX model: `--like model.onnx` (`like=...`), or its module: `module=...`",
     )
+
+
+def of_adapters(checkpoint: Checkpoint, model: Model) -> Captured:
+    """Return a model with the adapters of a checkpoint of PEFT, which stores nothing else."""
+    adapted = model if adapters(model) else lora.load(model, checkpoint.path)
+    stored, tensors = names_in_peft(adapted, checkpoint.tensors), list(adapted.graph.initializers)
+    added = sorted(adapters(adapted), key=lambda adapter: tensors.index(adapter.weight))
+    order = [str(value.name) for adapter in added for value in (adapter.a, adapter.b)]
+    return Captured(adapted, None, {"the order of PEFT": [order]}, stored=stored, frozen=frozenset(tensors) - {*order})
 
 
 def has_model(checkpoint: Checkpoint) -> bool:

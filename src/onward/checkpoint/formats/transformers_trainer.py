@@ -10,7 +10,15 @@ from typing import Any
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.contents import has, hugging_face_folder, mapping, progress_of, torch_files, write_again
+from onward.checkpoint.pytorch.contents import (
+    ADAPTER,
+    has,
+    hugging_face_folder,
+    mapping,
+    progress_of,
+    torch_files,
+    write_again,
+)
 from onward.checkpoint.pytorch.pickle_objects import Object
 from onward.checkpoint.pytorch.state_dicts import optimizer_of, optimizer_state, schedule_of
 from onward.checkpoint.safetensors_files import MODEL, PYTORCH, read_json, write_json, write_safetensors
@@ -107,7 +115,8 @@ def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a folder that `trainer.train(resume_from_checkpoint=...)` resumes."""
-    write_safetensors(folder / MODEL, checkpoint.tensors, PYTORCH)
+    if ADAPTER not in checkpoint.trees:
+        write_safetensors(folder / MODEL, checkpoint.tensors, PYTORCH)
     if checkpoint.format == FORMAT.name:
         write_again(checkpoint, folder)
         return

@@ -247,6 +247,8 @@ def mapping(tree: Any) -> Mapping[str, Any]:
     return tree if isinstance(tree, Mapping) else {}
 
 
+ADAPTER = "adapter_model.safetensors"
+"""File of PEFT."""
 ENDINGS = (".pt", ".pth", ".bin", ".pkl")
 
 
@@ -286,6 +288,8 @@ def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[st
         if further := sorted(folder.glob("model_[0-9]*.safetensors")):  # Accelerate has a file for each model
             models = {MODEL: facts.pop("tensors"), **{path.name: read_safetensors(path) for path in further}}
             trees = {**models, **trees}
+    for name in (ADAPTER,) if (folder / ADAPTER).is_file() and "tensors" not in facts else ():
+        trees = {name: read_safetensors(folder / name), **trees}
     if (folder / "config.json").exists():
         facts["configuration"] = read_json(folder / "config.json")
         trees = {**trees, "config.json": facts["configuration"]}

@@ -14,6 +14,7 @@ import os
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,17 @@ def load(model: Source, path: str | os.PathLike[str]) -> Model:
         attach(changed, taken, candidates[placed[module]], inner, outer, scale, float(config.get("lora_dropout", 0.0)))
     return_to_bodies(changed)
     return changed
+
+
+def names_in_peft(model: Model, keys: Iterable[str]) -> dict[str, str]:
+    """Return keys of a file of PEFT -> tensors of the adapters of a model."""
+    own = {adapter.weight: adapter for adapter in adapters(model)}
+    modules, names = {weight: adapter.module for weight, adapter in own.items()}, {}
+    for key, match in ((key, _KEY.fullmatch(key)) for key in keys):
+        if match is not None:
+            adapter = own[_weight_of(match["module"], modules)]
+            names[key] = str((adapter.a if match["letter"] == "A" else adapter.b).name)
+    return names
 
 
 _OF_ONNXRUNTIME = ".onnx_adapter"
