@@ -73,18 +73,6 @@ class TestTorch:
         with pytest.warns(UserWarning, match=re.escape(f"({path}, line 2)")):
             from_torch(module)()
 
-    def test_lengths_of_sequences(self):
-        nn = torch().nn
-        pack, pad = nn.utils.rnn.pack_padded_sequence, nn.utils.rnn.pad_packed_sequence
-
-        def compute(layer, x):
-            lengths = torch().tensor([4, 2, 3])
-            return pad(layer(pack(x, lengths, batch_first=True, enforce_sorted=False))[0], batch_first=True)[0]
-
-        module = of_forward(compute, nn.GRU(5, 3, batch_first=True, bidirectional=True))
-        example = torch().randn(3, 4, 5)
-        refused(from_torch(module, example), UnsupportedError, "packs sequences", hint="padded")
-
     def test_numbers_that_python_draws(self):
         module = of_forward(lambda layer, x: layer(x) if random.random() < 2 else x)
         refused(from_torch(module), UnsupportedError, "draws random numbers from `random`", hint="dropout")

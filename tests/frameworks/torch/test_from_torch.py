@@ -20,6 +20,7 @@ from onward.errors import MismatchError, UnknownNameError, UnsupportedError
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn  # noqa: E402
 from torch_nets import step  # noqa: E402
 from torch_runs import CASES, Loop, batches, cnn, without_dropout  # noqa: E402
 
@@ -545,3 +546,57 @@ def test_wrappers_that_do_more(options, message):
     wrapper = AcceleratedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), **options)
     with pytest.raises(UnsupportedError, match=message):
         from_torch(module, torch.randn(5, 4), loss=nn.MSELoss(), optimizer=wrapper)
+
+
+@pytest.mark.slow
+def test_what_a_loop_does_around_the_step():
+    """It accumulates two batches, scales the loss, and averages the parameters; an overflow makes no update."""
+    torch.manual_seed(0)
+    net, x, y = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(20, 4, 5), torch.randn(20, 4, 3)
+    y[9] = 1e3
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-3)
+    ema = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**125, growth_interval=5)
+
+    def loop(batches):
+        losses = []
+        for i in batches:
+            loss = nn.functional.mse_loss(net(x[i]), y[i])
+            scaler.scale(loss / 2).backward()
+            losses.append(loss.item())
+            if i % 2:
+                before = optimizer.state[net[0].weight]["step"].item() if optimizer.state else 0
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                if optimizer.state[net[0].weight]["step"].item() > before:
+                    ema.update_parameters(net)
+        return losses
+
+    loop(range(4))
+    around = {"ema": ema, "accumulate": 2, "scaler": scaler}
+    training = onward.from_torch(net, x[0], loss=nn.MSELoss(), optimizer=optimizer, **around)
+    with start(training, threads=1) as engine:
+        found = [
+            float(engine.step(dict(zip(engine.inputs, (x[i].numpy(), y[i].numpy()), strict=True)))[engine.loss])
+            for i in range(4, 20)
+        ]
+        state = engine.state()
+    np.testing.assert_allclose(found, loop(range(4, 20)), rtol=1e-5)
+    for name, parameter in net.named_parameters():
+        np.testing.assert_allclose(state[name], parameter.detach(), rtol=1e-4, atol=1e-6)
+        average = ema.module.get_parameter(name).detach()
+        np.testing.assert_allclose(state[f"ema/{name}"], average, rtol=1e-4, atol=1e-6)
+    assert state["scaler/scale"] == scaler.get_scale() and state["ema/n_averaged"] == int(ema.n_averaged)
+
+
+def test_averages_that_are_refused():
+    net = nn.Linear(5, 3)
+    parts = {"loss": nn.MSELoss(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "probe": False}
+    for ema, message in (
+        (AveragedModel(net), "is not exponential"),
+        (AveragedModel(net, avg_fn=get_ema_avg_fn(0.9)), "first update is a copy"),
+        (AveragedModel(net, avg_fn=get_ema_avg_fn(0.9), use_buffers=True), "averages buffers"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            onward.from_torch(net, torch.randn(4, 5), ema=ema, **parts)

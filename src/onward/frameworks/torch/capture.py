@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import dataclasses
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from onward.arguments import checked
-from onward.errors import UnknownNameError, UnsupportedError
+from onward.engines.torch.types import to_array
+from onward.errors import UnknownNameError, UnsupportedError, list_names
 from onward.frameworks.torch.exact import MasterWeights
 from onward.frameworks.torch.loss import ROWS, Summand, read_objective, summands, trace_loss
 from onward.frameworks.torch.module import OnnxModule
@@ -50,6 +56,9 @@ def from_torch(
     clip: float | Mapping[str, float] | None = None,
     updates_per_epoch: int = 1,
     updates: int | None = None,
+    accumulate: int = 1,
+    ema: AveragedModel | float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     dynamic_shapes: Mapping[str, Any] | None = None,
     probe: bool = True,
 ) -> Model:
@@ -70,6 +79,10 @@ def from_torch(
     - `updates`: updates so far, for an optimizer that does not count them (SGD) in the middle of an
       epoch (default: the scheduler has just stepped)
     - `clip`: clipping before each update: a number for `clip_grad_norm_`, or `{"value": 0.5}`
+    - `accumulate`: batches per update; your loop divides the loss by it
+    - `ema`: `AveragedModel` with an exponential average, updated after each step of the optimizer;
+      or its decay, to begin with the current parameters
+    - `scaler`: `torch.amp.GradScaler` of the loop
     - `dynamic_shapes`: argument -> axis -> name of axes of any size (default: the first axis of all
       tensors)
     - `probe`: run three steps on both sides with the example, and compare
@@ -90,7 +103,10 @@ def from_torch(
     run = _read(native, example_inputs, dynamic_shapes, updates)
     if probe:
         probe_native(native, run, example_inputs)
-    return to_training_model(run)
+    around = _Around.of(accumulate, ema, scaler, run.parameters)
+    return to_training_model(
+        dataclasses.replace(run, recipe={**run.recipe, **around.recipe}, state={**run.state, **around.state})
+    )
 
 
 def _freeze_others(native: NativeRun) -> None:
@@ -190,6 +206,59 @@ def _tag(model: Model, optimizer: Optimizer, idle: Mapping[int, str], step: int)
                 model.graph.initializers[idle[id(parameter)]].metadata_props[GROUP] = str(i)
     for value in batch_counters(model):
         value.metadata_props[STEP] = str(step)
+
+
+# ---- around the step -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """Options and state of what a loop does around the step of its optimizer."""
+
+    recipe: dict[str, Any]
+    state: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, accumulate: int, ema: Any, scaler: Any, parameters: Sequence[str]) -> _Around:
+        recipe: dict[str, Any] = {"accumulate": accumulate} if accumulate != 1 else {}
+        state: dict[str, np.ndarray] = {}
+        if scaler is not None and scaler.is_enabled():
+            numbers = scaler.state_dict()
+            options = ",".join(
+                f"{key}={numbers[key]}" for key in ("growth_factor", "backoff_factor", "growth_interval")
+            )
+            recipe["loss_scale"] = f"dynamic:initial={numbers['scale']},{options}"
+            state["scaler/growth_tracker"] = np.asarray(numbers["_growth_tracker"], np.int64)
+        if isinstance(ema, AveragedModel):
+            recipe["ema"] = _decay(ema)
+            averages = dict(unwrap_module(ema.module).named_parameters())
+            if missing := [name for name in parameters if name not in averages]:
+                raise UnsupportedError(
+                    f"`ema` has no average of {list_names(missing, 3)}", hint="pass the `AveragedModel` of this module"
+                )
+            state |= {f"ema/{name}": to_array(averages[name].detach()).copy() for name in parameters}
+            state["ema/n_averaged"] = np.asarray(int(ema.n_averaged), np.int64)
+        elif ema is not None:
+            recipe["ema"] = float(ema)
+        return cls(recipe, state)
+
+
+def _decay(ema: AveragedModel) -> float:
+    """Return the decay of an exponential average."""
+    problems = Problems("`ema`")
+    function = inspect.unwrap(ema.multi_avg_fn or ema.avg_fn or (lambda: None))  # behind `torch.no_grad`
+    closure = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    if not getattr(function, "__qualname__", "").startswith("get_ema_") or "decay" not in closure:
+        problems.add(
+            "its average is not exponential",
+            "create it with `multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.999)`",
+        )
+    if ema.use_buffers:
+        problems.add("it averages buffers", "create it with `use_buffers=False`")
+    if not int(ema.n_averaged):
+        problems.add("its first update is a copy, not an average", "call `ema.update_parameters(module)` before")
+    problems.refuse()
+    return float(closure["decay"])
 
 
 # ---- wrappers --------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from onward.errors import DataError, Error, UnknownNameError, UnsupportedError, 
 from onward.frameworks.randomness import refuse_random_draws
 from onward.frameworks.torch.arguments import Flat
 from onward.frameworks.torch.rewrites import rewrite
+from onward.frameworks.torch.sequences import give_lengths, traceable_sequences
 from onward.frameworks.torch.translations import CTC, define_functions, translations_for
 from onward.lowering.runtime import widen_node
 from onward.model import Model
@@ -257,6 +258,7 @@ def export(
     program = onnx_program.exported_program
     model = Model(onnx_program.model)
     define_functions(model)
+    give_lengths(model)
     # Not the exporter, which merges equal values: `prepare` would undo that.
     model.ir.producer_name, model.ir.producer_version = "onward", None
     _name_axes(model, axes)
@@ -274,7 +276,7 @@ def _trace(flat: Flat, dims: tuple[Any, ...]) -> tuple[torch.export.ExportedProg
     """Trace a module. Return also the lines that branch on values of tensors, where the example decides."""
 
     def trace(readings: Readings | None = None) -> torch.export.ExportedProgram:
-        with Traceable(readings), symbolic_lengths():
+        with Traceable(readings), symbolic_lengths(), traceable_sequences():
             return torch.export.export(flat, tuple(flat.inputs.values()), dynamic_shapes=(dims,), strict=False)
 
     try:

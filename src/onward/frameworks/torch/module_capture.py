@@ -217,7 +217,11 @@ def _check_graph(model: Model, module: nn.Module, changed: Iterable[str]) -> Non
     expected = {f"{prefix}{suffix}" for prefix, _ in _normalizations(module) for suffix in suffixes}
     for name in (name.removeprefix(_PREFIX) for name in changed):
         if name not in expected:
-            problems.add(f"its forward pass changes the buffer `{name}`", "return it, and keep it in the loop")
+            owner = ".".join(["module", *name.split(".")[:-1]])
+            problems.add(
+                f"its forward pass changes the buffer `{name}`",
+                f"return it, and keep it in the loop; or let the layer keep it: `{owner}.eval()`",
+            )
     if any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
         problems.add(
             "it draws random numbers other than for dropout",

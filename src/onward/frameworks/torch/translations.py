@@ -18,11 +18,12 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 from onward.build import DOMAIN, DOMAIN_VERSION, Function
+from onward.frameworks.torch import sequences
 from onward.model import Model
 from onward.recipe.losses import functions as losses
 from onward.recipe.step_builder import stop_gradient
 
-_SUM, _MEAN = range(2)
+_SUM, _MEAN, _MAX = range(3)
 """Modes of EmbeddingBag."""
 _REDUCTIONS = ("none", "mean", "sum")
 """Reductions of losses, by their number in ATen."""
@@ -165,9 +166,7 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """Return sums or means of rows per bag."""
-    if mode not in (_SUM, _MEAN):
-        raise NotImplementedError("EmbeddingBag(mode='max')")
+    """Return sums, means or maxima of rows per bag."""
     first, last, ones = (op.Constant(value_ints=[n]) for n in (0, -1, 1))
     if include_last_offset:
         offsets = op.Slice(offsets, first, last)
@@ -179,6 +178,13 @@ def _embedding_bag(
     if padding_idx is not None and padding_idx >= 0:
         weights = op.Where(op.Unsqueeze(_is(indices, padding_idx), ones), op.Sub(weights, weights), weights)
     weighted = weights if per_sample_weights is None else op.Mul(weights, op.Unsqueeze(per_sample_weights, ones))
+    if mode == _MAX:
+        lowest = op.CastLike(op.Constant(value_float=float("-inf")), weight)
+        rows = op.Where(op.Greater(weights, op.Sub(weights, weights)), op.Gather(weight, indices), lowest)
+        empty = op.Expand(lowest, op.Concat(op.Shape(offsets), op.Shape(weight, start=1), axis=0))
+        result = op.ScatterElements(empty, op.Expand(bag, op.Shape(rows)), rows, axis=0, reduction="max")
+        result = op.Where(op.Equal(result, lowest), op.CastLike(op.Constant(value_float=0.0), weight), result)
+        return result, offsets, offsets, op.Identity(offsets)  # the exporter gives it the shape of indices
     rows = op.Mul(op.Gather(weight, indices), weighted)
     result = _add_rows(rows, bag, op.Concat(op.Shape(offsets), op.Shape(weight, start=1), axis=0))
     if mode == _MEAN:
@@ -395,6 +401,7 @@ def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
+    **sequences.TRANSLATIONS,
     ops.aten.scaled_dot_product_attention.default: _attention,
     ops.aten.conv3d.default: _conv3d,
     ops.aten._grouped_mm.default: _grouped_mm,
