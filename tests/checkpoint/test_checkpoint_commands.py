@@ -308,6 +308,38 @@ def test_pickled_module(tmp_path: Path) -> None:
 
 
 @needs("torch")
+def test_one_of_several_modules(tmp_path: Path) -> None:
+    import torch
+
+    modules = {"discriminator": torch.nn.Linear(2, 1), "generator": torch.nn.Linear(3, 2)}
+    optimizers = {f"optimizer of {n}": torch.optim.Adam(m.parameters()).state_dict() for n, m in modules.items()}
+    torch.save({name: module.state_dict() for name, module in modules.items()} | optimizers, tmp_path / "gan.pt")
+    path, output = str(tmp_path / "gan.pt"), str(tmp_path / "weights.safetensors")
+    assert "modules     `discriminator`, `generator`" in run("describe", path).stdout
+    run("convert", path, "--to", "safetensors", "--module", "generator", "-o", output)
+    weight = onward.open_checkpoint(output).tensors["weight"].array()
+    np.testing.assert_array_equal(weight, modules["generator"].weight.detach().numpy())
+    said, hint = failed("convert", path, "--to", "lightning", "--module", "generator", "-o", str(tmp_path / "out.ckpt"))
+    assert "holds 2 modules and 2 optimizers" in said and "--like model.onnx --module generator" in hint
+    said, hint = failed("convert", path, "--to", "safetensors", "--module", "critic", "-o", f"{output}.safetensors")
+    assert "has no module `critic`" in said and "`discriminator`, `generator`" in hint
+
+
+def test_trees_in_files_of_numpy(tmp_path: Path) -> None:
+    kernel, bias = np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros(3, np.float32)
+    np.savez(tmp_path / "a.npz", **{"params/dense/kernel": kernel, "params/dense/bias": bias, "step": np.int32(7)})
+    np.savez(tmp_path / "b.npz", **{"['params']['dense']['kernel']": kernel, "['params']['dense']['bias']": bias})
+    for name in ("a", "b"):
+        checkpoint = onward.open_checkpoint(tmp_path / f"{name}.npz")
+        assert {*checkpoint.tensors} == {"dense/kernel", "dense/bias"}
+        np.testing.assert_array_equal(checkpoint.tensors["dense/kernel"].array(), kernel)
+        assert checkpoint.step == (7 if name == "a" else None)
+    np.savez(tmp_path / "data.npz", image=kernel, labels=bias)
+    with pytest.raises(onward.Error, match="has no known checkpoint format"):
+        onward.open_checkpoint(tmp_path / "data.npz")
+
+
+@needs("torch")
 def test_count_of_the_optimizer_is_the_progress(tmp_path: Path) -> None:
     import torch
 

@@ -16,7 +16,7 @@ from onward.checkpoint.embedded import embedded_checkpoint, rounded_types
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.formats import FORMATS, open_either, writable
 from onward.checkpoint.name_matching import Match, pair_names, with_own_names
-from onward.checkpoint.pytorch.contents import UPDATES, of_module
+from onward.checkpoint.pytorch.contents import UPDATES, of_module, states_of
 from onward.checkpoint.pytorch.contents import step_of as step_of_progress
 from onward.checkpoint.pytorch.state_dicts import advance_counter, advance_state, state_of
 from onward.errors import (
@@ -72,6 +72,19 @@ def to_checkpoint(
     if checkpoint.format != chosen.name and (own := checkpoint.own_optimizers) != checkpoint.optimizers:
         warn(f"only `{checkpoint.module}` and its optimizer are written; `{checkpoint.path}` has other modules")
         checkpoint = dataclasses.replace(checkpoint, optimizers=own, schedules=checkpoint.own_schedules)
+    if (
+        isinstance(source, Checkpoint)
+        and checkpoint.format != chosen.name
+        and len(modules := states_of(checkpoint)) > 1
+    ):
+        if len(checkpoint.optimizers) > 1 and chosen.keeps_optimizers:
+            raise UnsupportedError(
+                f"`{checkpoint.path}` holds {len(modules)} modules and {len(checkpoint.optimizers)} optimizers",
+                hint=f"make a training model of one: `--like model.onnx --module {modules[0]}`; or write weights "
+                "alone: `--to safetensors`",
+            )
+        if not checkpoint.module:
+            warn(f"only `{modules[0]}` is written, of {list_names(modules, 8)} (`--module`)")
     if dtype is not None:
         checkpoint = _in_type(checkpoint, dtype, chosen)
     if chosen.needs_names:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onward.checkpoint.embedded import RECORDS
 from onward.checkpoint.format import Checkpoint
-from onward.checkpoint.pytorch.contents import UPDATES
+from onward.checkpoint.pytorch.contents import UPDATES, states_of
 from onward.errors import list_names
 from onward.inspect.formatting import quantity, size
 from onward.run_state.state import OptimizerState, ParameterGroup, RandomState, SchedulerState
@@ -26,6 +26,7 @@ def lines(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     rows = [
         ("format", checkpoint.title),
         ("parameters", _amount(checkpoint.tensors.values())),
+        ("modules", list_names(others, _MOST_NAMES) if len(others := states_of(checkpoint)) > 1 else ""),
         ("model", ", ".join(str(name) for name in model if name)),
         *(row for optimizer in checkpoint.optimizers for row in _optimizer(optimizer)),
         *(("schedule", _schedule(schedule)) for schedule in checkpoint.schedules),

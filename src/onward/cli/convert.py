@@ -109,9 +109,11 @@ def convert(
     flags = [f"--{name.replace('_', '-')}" for name, v in {**settings, "inputs": inputs}.items() if v is not None]
     flags += ["--no-probe"] * no_probe + ["--dry-run"] * dry_run
     if to is not None:
+        name = module if module is not None and ":" not in module and source.suffix != ".onnx" else None
+        flags = [flag for flag in flags if flag != "--module" or name is None]
         if flags or (like is not None and source.suffix == ".onnx"):  # a program, too, takes none
             raise Misuse(f"`{'--like' if like else flags[0]}` has no effect with `--to`", "leave one of them out")
-        written = _convert_to(source, to, output, force, program, like, dtype)
+        written = _convert_to(source, to, output, force, program, like, dtype, name)
     elif dtype is not None:
         raise Misuse("`--dtype` needs `--to`", f"onward convert {source} --to hf-model --dtype {dtype}")
     elif program is not None:
@@ -132,7 +134,14 @@ def convert(
 
 
 def _convert_to(
-    source: Path, to: str, output: Path | None, force: bool, program: bool | None, like: Path | None, dtype: Any
+    source: Path,
+    to: str,
+    output: Path | None,
+    force: bool,
+    program: bool | None,
+    like: Path | None,
+    dtype: Any,
+    module: str | None,
 ) -> list[Path]:
     from onward.checkpoint.formats import writable
     from onward.frameworks.run_files import FRAMEWORKS
@@ -156,7 +165,7 @@ def _convert_to(
         return _program(source, framework, output, force)
     if to not in writable():
         raise Misuse(f"`{to}` is not a checkpoint format", f"use one of {', '.join(writable())}")
-    return [_checkpoint(source, to, output, force, like, dtype)]
+    return [_checkpoint(source, to, output, force, like, dtype, module)]
 
 
 def _refuse_other_files_of_a_run(source: Path, to: str) -> None:
@@ -209,9 +218,12 @@ def _program(source: Path, framework: Framework, output: Path | None, force: boo
     return written
 
 
-def _checkpoint(source: Path, to: str, output: Path | None, force: bool, like: Path | None, dtype: Any) -> Path:
+def _checkpoint(
+    source: Path, to: str, output: Path | None, force: bool, like: Path | None, dtype: Any, module: str | None
+) -> Path:
     from onward.checkpoint.exporting import to_checkpoint
-    from onward.checkpoint.formats import writable
+    from onward.checkpoint.formats import open_checkpoint, writable
+    from onward.checkpoint.pytorch.contents import of_module
     from onward.importing import with_parameter_names
     from onward.model.storage.files import listing
 
@@ -232,7 +244,8 @@ def _checkpoint(source: Path, to: str, output: Path | None, force: bool, like: P
     if is_named and like is not None:
         raise Misuse("`--like` has no effect with `--to`", "leave one of them out")
     with writing(f"writing {path}", *([source] if source.suffix == ".onnx" else [])):
-        to_checkpoint(source if is_named else with_parameter_names(source, like), path, format=to, dtype=dtype)
+        content = source if module is None else of_module(open_checkpoint(source), module)
+        to_checkpoint(content if is_named else with_parameter_names(content, like), path, format=to, dtype=dtype)
     remark(f"wrote {path}")
     return path
 

@@ -152,17 +152,17 @@ def _widen(name: str, tensor: Tensor, dtype: np.dtype) -> np.ndarray:
     return widened
 
 
-def with_parameter_names(path: Path, like: Path | None) -> Checkpoint:
+def with_parameter_names(source: Path | Checkpoint, like: Path | None) -> Checkpoint:
     """Return a checkpoint whose optimizers know their parameters by name.
 
     Their order comes from the model `like`, or from the configuration of the checkpoint.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     if checkpoint.has_names:
         return checkpoint
     if like is not None:
-        source = load(like)
-        model, base = without_steps(source), from_training_model(source) if source.steps else None
+        whole = load(like)
+        model, base = without_steps(whole), from_training_model(whole) if whole.steps else None
         if base is None:
             restore(model, unfold=True)
         matched = match(checkpoint.tensors, model, None, checkpoint.tied)

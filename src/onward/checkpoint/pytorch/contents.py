@@ -187,6 +187,14 @@ def checkpoint_of(path: Path, format: str, title: str, trees: Mapping[str, Any],
     return Checkpoint(path=path, format=format, title=title, trees=trees, step=step, remarks=remarks, **fields)
 
 
+def states_of(checkpoint: Checkpoint) -> list[str]:
+    """Return the names of the modules in a checkpoint, that of its tensors first; empty for one module."""
+    modules = modules_of(checkpoint)
+    is_own = checkpoint.tensors.keys().__eq__
+    own = [checkpoint.module] if checkpoint.module else [name for name in modules if is_own(modules[name].keys())]
+    return [*own[:1], *(name for name in modules if name != own[0])] if own else []
+
+
 def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
     """Return the modules of a checkpoint by name: several state dicts, or else the parts of a single one."""
     states = {
