@@ -560,6 +560,20 @@ row(
 )
 
 
+row(
+    "OW117",
+    "declared_shape_is_wrong",
+    lambda m: m.graph.value_info.append(value("a", ["batch", 9, 9], TensorProto.FLOAT)),
+    refreshed=True,
+)
+row(
+    "OW118",
+    "size_below_zero",
+    lambda m: put(m.graph.input[0].type.tensor_type.shape.dim[0], "dim_value", -1),
+    refreshed=True,
+)
+
+
 @damage("OW113")
 def shapes_contradict(m: ModelProto) -> None:
     algorithm = algorithm_of(m)

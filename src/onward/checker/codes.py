@@ -72,6 +72,8 @@ CODES: dict[str, Code] = {
     "OW114": _error("onnx.checker crashed on the model, or did not come to an end", CHECKER),
     "OW115": _error("training information of an older form that cannot be converted", ONWARD),
     "OW116": _warning("a file of a run has changed since the run saved it", ONWARD),
+    "OW117": _warning("onnx refuses the inference model, and ONNX Runtime loads it", CHECKER),
+    "OW118": _warning("a size is negative, which ONNX Runtime takes as open", IR_GRAPH),
     "OW120": _error("a name is defined twice in one graph", IR_NAMES),
     "OW121": _error("an algorithm declares a name that the inference graph has", IR_TRAINING),
     "OW122": _error("the inference graph reads a value of an algorithm", COMMENT),

@@ -13,13 +13,14 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from onnx import IR_VERSION, GraphProto, ModelProto, TensorProto, defs
 
-from onward.checker.codes import Finding, bare, make_finding, quote
+from onward.checker.codes import Finding, bare, listing, make_finding, quote
 from onward.checker.graphs import Site, count, of_tensor, subgraphs
 from onward.checker.scope import CheckedModel, function_place, versions
 from onward.errors import Error, InvalidModelError
 from onward.model import older_forms, storage
 from onward.model.checks import DATA_FIELDS, field_of
 from onward.model.core import TRAINING_DOMAIN
+from onward.model.protos import open_sizes
 from onward.model.serde import modernise
 from onward.model.storage import bits_of, external_faults
 from onward.standard import FUNCTIONS_IR, TRAINING_IR, domain_of, schema_domain
@@ -45,6 +46,12 @@ def graph_names(subject: CheckedModel) -> Iterator[Finding]:
     for scope in subject.scopes:
         if not scope.own.proto.name and not scope.own.is_empty:
             yield make_finding("OW108", scope.own.place, "the graph has no name", "give it any name")
+
+
+def sizes(subject: CheckedModel) -> Iterator[Finding]:
+    if names := open_sizes(subject.proto, change=False):
+        hint = "write it with open sizes: `onward data MODEL --to none -o new.onnx`"
+        yield make_finding("OW118", "graph", f"{listing(names)}: negative sizes, which are taken as open", hint)
 
 
 def checksums(path: Path) -> Iterator[Finding]:
@@ -283,5 +290,5 @@ def _path_text(path: Any) -> str:
 
 MODEL_RULES = (
     *(graph_present, ir_version, graph_names, check_imports, training_version, imported_once, known_version),
-    *(same_operators, new_enough, data_fits, external_data),
+    *(same_operators, new_enough, sizes, data_fits, external_data),
 )

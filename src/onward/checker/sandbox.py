@@ -29,6 +29,8 @@ class Verdict:
     """Reason why strict type and shape inference refuses it."""
     died: str | None = None
     """Reason for a missing verdict."""
+    loads: bool = False
+    """True if ONNX Runtime loads a model that onnx refuses."""
     inferred: bytes = b""
     """Model with inferred types; empty if inference failed."""
 
@@ -108,7 +110,7 @@ class Sandbox:
 
 
 def _verdict(report: worker.Report, inferred: bytes) -> Verdict:
-    return Verdict(invalid=report["invalid"], contradiction=report["contradiction"], inferred=inferred)
+    return Verdict(**report, inferred=inferred)
 
 
 _SANDBOX = Sandbox()

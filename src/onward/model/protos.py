@@ -46,6 +46,20 @@ def replace_entries(field: Any, entries: Iterable[Any]) -> None:
     field.extend(entries)
 
 
+def open_sizes(proto: ModelProto, change: bool = True) -> list[str]:
+    """Return inputs and outputs with negative sizes, which exporters of PaddlePaddle write for open ones; open them."""
+    names: dict[str, None] = {}
+    for _, graph in graphs(proto):
+        for values in (graph.input, graph.output, graph.value_info):
+            for value in values:
+                for dim in value.type.tensor_type.shape.dim:
+                    if dim.dim_value < 0:
+                        names |= {} if values is graph.value_info else {value.name: None}
+                        if change:
+                            dim.ClearField("dim_value")
+    return list(names)
+
+
 def definitions(graph: GraphProto) -> Iterator[str]:
     """Return every name that a graph defines, with repetitions."""
     inputs = {value.name for value in graph.input}

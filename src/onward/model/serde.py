@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onward.arguments import OPENED
-from onward.errors import Error, ExternalDataError, InvalidModelError, warn
+from onward.errors import Error, ExternalDataError, InvalidModelError, list_names, warn
 from onward.model import older_forms, protos, storage
 from onward.model.checks import callees_first, check_tensors
 from onward.model.core import Model, Step
@@ -118,7 +118,7 @@ def _refuse_native_kernels(proto: ModelProto) -> None:
 
 def from_proto(proto: ModelProto) -> Model:
     """Make a `Model` of a proto, which is consumed. The caller has checked external data."""
-    older = modernise(proto)
+    older, opened = modernise(proto), protos.open_sizes(proto)
     with _quiet(), _library_errors():
         check_tensors(proto)
         aside = protos.set_aside(proto)
@@ -131,6 +131,8 @@ def from_proto(proto: ModelProto) -> Model:
         model = Model(inference, [_step(i, info, algorithm, aside) for i, (info, algorithm) in entries])
     if older:
         warn(f"the file is of an older form, and was converted: {'; '.join(older)}. Saving it writes the present form")
+    if opened:
+        warn(f"{list_names(opened, 3)}: negative sizes are taken as open, as by ONNX Runtime")
     return model
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import RecipeError, UnknownNameError, suggest_or_list
+from onward.errors import RecipeError, UnknownNameError, suggest_or_list, warn
 from onward.model import Model
 from onward.model.core import values
 from onward.recipe.preprocessing.join import move_before
@@ -23,6 +23,7 @@ from onward.standard import OLDEST_OPSET
 from onward.transform.declare import BATCH, MEANS_BATCH, declare_hint
 from onward.transform.opset import of_one_opset
 from onward.transform.training import INTERFACE_KEY
+from onward.transform.types import fill_in_types
 
 Axis = int | Literal["none"]
 """The axis of samples; `none`: a sample is a whole tensor."""
@@ -72,7 +73,8 @@ def _parsed(model: Model, chosen: Mapping[str, Any]) -> dict[str, Axis]:
                 f"the model has no input or output `{pattern}`", hint=suggest_or_list(pattern, values)
             )
         for name in names:
-            rank = None if (shape := values[name].shape) is None else len(shape)
+            shape = values[name].shape
+            rank = None if shape is None or values[name].is_graph_output() else len(shape)
             text = str(stated)
             axis: Axis = int(text) if text.isdecimal() else "none"
             if (axis == "none" and text != "none") or (isinstance(axis, int) and rank is not None and axis >= rank):
@@ -80,7 +82,7 @@ def _parsed(model: Model, chosen: Mapping[str, Any]) -> dict[str, Axis]:
                 raise RecipeError(
                     f"`batch_axis` of `{name}` is `{stated}`, and it has {size}", hint="write an axis, or `none`"
                 )
-            if rank is None and axis != 0:
+            if shape is None and axis != 0:
                 raise RecipeError(f"`{name}` has no shape, which `batch_axis` needs", hint=declare_hint(name))
             axes[name] = axis
     return axes
@@ -94,6 +96,26 @@ def _done(model: Model) -> set[str]:
     """Return the inputs and outputs that have samples first, or are constants, since an earlier call."""
     texts = [node.metadata_props[INTERFACE_KEY] for node in model.graph if INTERFACE_KEY in node.metadata_props]
     return {json.loads(text)["name"] for text in texts}
+
+
+def correct_shape(model: Model, value: ir.Value) -> None:
+    """Give an output the shape that is computed, if the declared one contradicts it or is less definite."""
+    declared = value.shape
+    if declared is None or not value.is_graph_output():
+        return
+    value.shape = None
+    fill_in_types(model, [value])
+    computed, value.shape = value.shape, declared
+    if computed is None:
+        return
+    pairs = [*zip(computed, declared, strict=False)]
+    if len(computed) == len(declared) and all(
+        a == b or not isinstance(a, int) or not isinstance(b, int) for a, b in pairs
+    ):
+        value.shape = ir.Shape([a if isinstance(a, int) else b for a, b in pairs])
+    else:
+        warn(f"`{value.name}` is declared as {declared}, and computed as {computed}, which is used")
+        value.shape = computed
 
 
 # ---- nodes at the edges ----------------------------------------------------------------------------------------------
@@ -110,6 +132,9 @@ def with_samples_first(source: Model, chosen: Mapping[str, Any], constants: Mapp
     inputs = {value.name or "": value for value in model.inputs}
     if unknown := [name for name in constants if name not in inputs]:
         raise UnknownNameError(f"the model has no input `{unknown[0]}`", hint=suggest_or_list(unknown[0], inputs))
+    for value in model.outputs:
+        if value.name in axes:
+            correct_shape(model, value)
     _rename_first(model, axes, constants)
     is_alone = any(axes.get(value.name or "") == "none" for value in model.outputs)
     first = ir.Graph([], [], nodes=[], name="interface", opset_imports={"": model.opset})
@@ -205,6 +230,11 @@ def _stated(shape: ir.Shape | None) -> list[int | str | None] | None:
 def _leave(op: Builder, graph: ir.Graph, position: int, value: ir.Value, axis: Axis) -> None:
     """Put samples of an output on axis 0."""
     dims: list[Any] = list(value.shape or ())
+    if axis != "none" and axis >= len(dims):
+        raise RecipeError(
+            f"`batch_axis` of `{value.name}` is {axis}, and it has the shape {value.shape}",
+            hint="write an axis, or `none`",
+        )
     fact = {"name": value.name, "shape": _stated(value.shape)}
     if axis == "none":
         moved = op.Unsqueeze(value, [0])

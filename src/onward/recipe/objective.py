@@ -14,6 +14,7 @@ from onward.build import Expr
 from onward.errors import RecipeError, UnknownNameError, list_names, suggest
 from onward.model import Model, load
 from onward.model.core import all_names, tensor_of, values
+from onward.recipe.interface import correct_shape
 from onward.recipe.losses import LOSSES, Loss
 from onward.recipe.losses import loss as named_loss
 from onward.recipe.losses.definitions import reduce_loss
@@ -92,6 +93,8 @@ def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
     targets = [_prediction(model, term, by_name) for term in summands]
     if untyped := [value for value in targets if value.type is None or value.shape is None]:
         fill_in_types(model, untyped)
+    for value in targets:
+        correct_shape(model, value)
     return targets
 
 

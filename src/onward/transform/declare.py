@@ -156,6 +156,11 @@ def check_batch_axis(
         raise _misplaced(f"axis 0 is {sizes[other]} for `{other}` but {size} for `{name}`", name)
     if any_size := next((other for other in shapes if other in own and other not in sizes), None):
         raise _misplaced(f"`{name}` takes {size} rows per batch, and `{any_size}` any number", name)
+    for other, shape in shapes.items():
+        if other not in own and other not in sizes and size in shape:
+            raise _misplaced(
+                f"`{name}` takes {size} rows per batch, and `{other}` any number", "OUTPUT", shape.index(size)
+            )
     fixed = size * processes
     if wanted in (None, fixed):
         return fixed
