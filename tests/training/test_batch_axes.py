@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,35 @@ def test_a_constant_of_an_unknown_size_is_refused() -> None:
         onward.prepare(model, **SGD, constants=CONSTANTS | {"state": "zeros"})
     assert "`--batch-axis state=1`" in caught.value.hint
     onward.prepare(model, **SGD, constants=CONSTANTS | {"state": "zeros"}, batch_axis={"state": 1})
+
+
+LINEAR = """<ir_version: 3, opset_import: ["": 13]> g (float[N, 4] x) => (float[N, 3] y)
+    <float[4, 3] w = {1, 0.5, 0, -1, 0.3, 0.2, 0.7, -0.4, 0.9, 0.1, 0.2, 0.3}> { y = MatMul(x, w) }"""
+
+
+@pytest.mark.parametrize("fault", ["initializer that is no input", "negative sizes", "output of another shape"])
+def test_what_onnxruntime_runs_is_trained_with_a_remark(tmp_path: Path, fault: str) -> None:
+    """The checker warns about a fault that ONNX Runtime takes, and training is as without it."""
+    model, sound = onnx.parser.parse_model(LINEAR), onnx.parser.parse_model(LINEAR)
+    sound.ir_version = 8
+    model.ir_version = 3 if fault.startswith("initializer") else 8
+    if fault.startswith("negative"):
+        for value in (model.graph.input[0], model.graph.output[0]):
+            value.type.tensor_type.shape.dim[0].dim_value = -1
+    if fault.startswith("output"):
+        model.graph.output[0].type.tensor_type.shape.dim.add(dim_value=7)
+    assert {f.code for f in onward.check(model)} == {"OW118" if fault.startswith("negative") else "OW117"}
+    data = {"x": arrays()["state"].reshape(SAMPLES, 6)[:, :4], "target": arrays()["input"]}
+    settings = {"loss": "mse", "optimizer": "sgd:lr=0.1", **QUIET}
+    with warnings.catch_warnings(record=True) as remarks:
+        warnings.simplefilter("always")
+        run = onward.train(model, data, run=tmp_path / "run", **settings)
+    expected = onward.train(sound, data, run=tmp_path / "sound", **settings)
+    arrays_of = [r.load_last().graph.initializers["w"].const_value.numpy() for r in (run, expected)]
+    np.testing.assert_array_equal(*arrays_of)
+    text = " ".join(str(remark.message) for remark in remarks)
+    assert ("taken as open" in text) is fault.startswith("negative")
+    assert ("`y` is declared as [N,3,7], and computed as [N,3]" in text) is fault.startswith("output")
+    proto = run.load_last().to_proto()
+    results = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": data["x"]})
+    np.testing.assert_allclose(results[0], data["x"] @ arrays_of[0], rtol=1e-5)

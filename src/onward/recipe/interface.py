@@ -20,7 +20,7 @@ from onward.model import Model
 from onward.model.core import values
 from onward.recipe.preprocessing.join import move_before
 from onward.standard import OLDEST_OPSET
-from onward.transform.declare import BATCH, MEANS_BATCH, declare_hint
+from onward.transform.declare import BATCH, MEANS_BATCH, declare_hint, fixed_batch
 from onward.transform.opset import of_one_opset
 from onward.transform.training import INTERFACE_KEY
 from onward.transform.types import fill_in_types
@@ -109,13 +109,12 @@ def correct_shape(model: Model, value: ir.Value) -> None:
     if computed is None:
         return
     pairs = [*zip(computed, declared, strict=False)]
-    if len(computed) == len(declared) and all(
-        a == b or not isinstance(a, int) or not isinstance(b, int) for a, b in pairs
-    ):
-        value.shape = ir.Shape([a if isinstance(a, int) else b for a, b in pairs])
-    else:
+    differ = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
+    if differ or len(computed) != len(declared):
         warn(f"`{value.name}` is declared as {declared}, and computed as {computed}, which is used")
         value.shape = computed
+    elif fixed_batch(model) is not None:  # else a tool may have opened inputs, and left sizes of inner values
+        value.shape = ir.Shape([a if isinstance(a, int) else b for a, b in pairs])
 
 
 # ---- nodes at the edges ----------------------------------------------------------------------------------------------

@@ -157,10 +157,8 @@ def check_batch_axis(
     if any_size := next((other for other in shapes if other in own and other not in sizes), None):
         raise _misplaced(f"`{name}` takes {size} rows per batch, and `{any_size}` any number", name)
     for other, shape in shapes.items():
-        if other not in own and other not in sizes and size in shape:
-            raise _misplaced(
-                f"`{name}` takes {size} rows per batch, and `{other}` any number", "OUTPUT", shape.index(size)
-            )
+        if other not in own and other not in sizes and len(shape) > 2 and shape[1] == size:  # as [time, samples, ...]
+            raise _misplaced(f"axis 1 of `{other}` is {size}, as the batch, and axis 0 is open", "OUTPUT")
     fixed = size * processes
     if wanted in (None, fixed):
         return fixed
