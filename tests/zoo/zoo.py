@@ -195,6 +195,7 @@ def _onnxruntime(run: Run) -> Result:
 
 def _torch(run: Run) -> Result:
     import torch
+    from onward.frameworks.torch.loss import takes_all
 
     module, optimizer, scheduler, loss = onward.to_torch(run.training, probe=False)
     inputs = [torch.from_numpy(run.batch[value.name]) for value in run.training.inputs]
@@ -202,7 +203,10 @@ def _torch(run: Run) -> Result:
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        value = loss(module(*inputs), *targets)
+        result = module(*inputs)
+        if isinstance(result, dict) and not takes_all(loss):
+            result = result[describe(run.training).steps[0].loss.terms[0].output]
+        value = loss(result, *targets)
         value.backward()
         optimizer.step()
         if scheduler is not None:

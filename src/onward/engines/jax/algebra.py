@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from onward.engines.framework import Operators
-from onward.engines.shared.algebra import reduction, running
+from onward.engines.shared.algebra import index_of, reduction, running
 from onward.engines.shared.arrays import is_float
 
 operators = Operators()
@@ -52,6 +52,19 @@ operators(
     ReduceMin=reduction(lambda x, **options: jnp.min(x, initial=_largest(x) if x.size == 0 else None, **options)),
     ReduceLogSumExp=reduction(jax.nn.logsumexp),
 )
+
+
+def _position(find):
+    """Return a function of 32-bit indices, as 64: users may lower a step where JAX has no 64-bit types."""
+
+    def position(x, axis, *, keepdims):
+        index = find(x, axis % x.ndim, np.int32).astype(np.int64)
+        return jnp.expand_dims(index, axis % x.ndim) if keepdims else index
+
+    return position
+
+
+operators(ArgMax=index_of(_position(lax.argmax)), ArgMin=index_of(_position(lax.argmin)))
 
 
 def _largest(x):

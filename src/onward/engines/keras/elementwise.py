@@ -24,8 +24,9 @@ def divide(a, b):
         a = ops.convert_to_tensor(a)
     if is_float(a if hasattr(a, "dtype") else b):
         return ops.divide(a, b)
-    towards_zero = ops.sign(a) * ops.sign(b)
-    return ops.cast(ops.floor_divide(ops.abs(a), ops.abs(b)), dtype_of(a)) * ops.cast(towards_zero, dtype_of(a))
+    dtype = dtype_of(a if hasattr(a, "dtype") else b)
+    a, b = (x if hasattr(x, "dtype") else ops.convert_to_tensor(x, dtype) for x in (a, b))  # sizes
+    return ops.cast(ops.floor_divide(ops.abs(a), ops.abs(b)), dtype) * ops.cast(ops.sign(a) * ops.sign(b), dtype)
 
 
 @operators.define("Mod")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import tensorflow as tf
 
 from onward.engines.framework import Operators
@@ -144,7 +145,8 @@ def top_k(x, k, *, axis, largest, sorted):
     """Return the top k. Of equal elements the first comes first."""
     last = _swap_with_last(x, axis)
     order = last if largest else (tf.bitwise.invert(last) if last.dtype.is_integer else -last)
-    indices = tf.math.top_k(order, k.item(), bool(sorted), index_type=tf.int64).indices
+    count = k.item() if isinstance(k, np.ndarray) else tf.cast(tf.reshape(k, []), tf.int32)  # of an open size
+    indices = tf.math.top_k(order, count, bool(sorted), index_type=tf.int64).indices
     return tuple(_swap_with_last(y, axis) for y in (tf.gather(last, indices, batch_dims=x.shape.rank - 1), indices))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch.export import Dim
@@ -130,10 +131,10 @@ class Readings(TorchFunctionMode):  # type: ignore[misc]
         def read() -> Any:
             line = _last_user_line(traceback.extract_stack())
             value = next(values.get(line, iter(())), None)
-            if not isinstance(value, float):
-                self.lines[line] = None
-                return value
-            return None
+            if value is None or np.asarray(value).dtype.kind == "f":
+                return None
+            self.lines[line] = None
+            return value
 
         return read
 

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from onnxscript import opset20 as op
-from onnxscript.function_libs.torch_lib.ops.core import aten_conv3d
+from onnxscript.function_libs.torch_lib.ops.core import aten_conv3d, aten_split
 from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention
 from onnxscript.values import Op, Opset
 from torch import ops
@@ -208,6 +208,14 @@ def _sort(x: Any, stable: bool | None = None, dim: int = -1, descending: bool = 
     """Return sorted values and their indices. Of equals, TopK returns the first first."""
     size = op.Gather(op.Shape(x), op.Constant(value_ints=[dim]))
     return op.TopK(x, size, axis=dim, largest=int(descending), sorted=1)
+
+
+def _split(x: Any, split_size: Any, dim: int = 0) -> Any:
+    """Return equal parts as outputs of one node where their number is known; the exporter's own is a sequence."""
+    size = x.shape[dim]
+    if isinstance(size, int) and isinstance(split_size, int) and size > split_size and size % split_size == 0:
+        return op.Split(x, axis=dim, num_outputs=size // split_size)
+    return aten_split(x, split_size, dim)
 
 
 # ---- near zero -------------------------------------------------------------------------------------------------------
@@ -423,6 +431,7 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     ops.aten.detach.default: _stop_gradient,
     ops.aten.masked_select.default: _masked_select,
     ops.aten.sort.stable: _sort,
+    ops.aten.split.Tensor: _split,
     ops.onward.ctc_of_sequences.default: _ctc,
     ops.aten.embedding.default: _embedding,
     ops.aten._embedding_bag.default: _embedding_bag,
