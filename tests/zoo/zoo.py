@@ -195,17 +195,18 @@ def _onnxruntime(run: Run) -> Result:
 
 def _torch(run: Run) -> Result:
     import torch
+
     from onward.frameworks.torch.loss import takes_all
 
     module, optimizer, scheduler, loss = onward.to_torch(run.training, probe=False)
     inputs = [torch.from_numpy(run.batch[value.name]) for value in run.training.inputs]
     targets = [torch.from_numpy(run.batch[name]) for name in targets_of(run.training)]
-    losses = []
+    terms, losses = describe(run.training).steps[0].loss.terms, []
     for _ in range(STEPS):
         optimizer.zero_grad()
         result = module(*inputs)
-        if isinstance(result, dict) and not takes_all(loss):
-            result = result[describe(run.training).steps[0].loss.terms[0].output]
+        if isinstance(result, dict) and len(terms) == 1 and not takes_all(terms):
+            result = result[terms[0].output]
         value = loss(result, *targets)
         value.backward()
         optimizer.step()
