@@ -92,7 +92,7 @@ def with_optimizer_names(
     names = [name for optimizer in named for group in optimizer.groups for name in group.parameters]
     if checkpoint.module and len(names) > len({*names}):  # optimizers of several modules fit
         chosen, remark = _optimizer_of(checkpoint)
-        notes = {attempts[chosen][1]: False, remark: remark.endswith(NOT_PROVEN)}
+        notes = {rule: rule.endswith(NOT_PROVEN) for rule in (attempts[chosen][1], remark)}
         attempts = [pair if at == chosen else (checkpoint.optimizers[at], "") for at, pair in enumerate(attempts)]
     if others := [f"{at}" for at, (optimizer, _) in enumerate(attempts, 1) if not optimizer.has_names]:
         listed = f"{', '.join(others)} of {len(attempts)}"
@@ -237,8 +237,13 @@ def _causes(checkpoint: Checkpoint, absent: Sequence[str], left: Sequence[str], 
             f"{list_names(unnamed, 3)}: the exporter's own names, which `optimize=False` avoids; or export the weights "
             "of this checkpoint, which are matched by value"
         )
-    if not checkpoint.module and len(modules := [*contents_of(checkpoint.trees)["modules"]]) > 1:
-        yield f"choose one of its modules, {list_names(modules, 8)}: `--module {modules[0]}`"
+    modules = [
+        *(modules_of(checkpoint) if len(checkpoint.optimizers) > 1 else contents_of(checkpoint.trees)["modules"])
+    ]
+    if not checkpoint.module and len(modules) > 1:
+        others = {name.partition(".")[0] for name in left}
+        likely = next((name for name in modules if name not in others), modules[0])
+        yield f"choose one of its modules, {list_names(modules, 8)}: `--module {likely}`"
 
 
 def tells_optimizers(checkpoint: Checkpoint) -> bool:
