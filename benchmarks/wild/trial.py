@@ -28,9 +28,9 @@ from onward.recipe.objective import terms
 
 ROWS = 4
 STEPS = 10
-SIZES = (16, 64, 224, 1, 3, 80, 512, 640, 4000, 16000)
+SIZES = (64, 16, 224, 1, 3, 80, 512, 640, 4000, 16000)
 """Sizes to try for open dimensions that packages.toml does not name."""
-LARGEST = 1_000_000
+LARGEST = 3_000_000
 """Most numbers in an input of one sample."""
 TOLERANCE = 2e-3
 """Relative difference of the first loss from that of stock ONNX Runtime, both in float32."""
@@ -229,7 +229,8 @@ def trial(path: str, settings: Mapping[str, Any], report: dict[str, Any]) -> Non
     if expected is not None and not any(node.op_type == "Dropout" for node in prepared.graph):
         actual = losses[0]
         report["first"] = [actual, expected]
-        wrong = abs(actual - expected) > TOLERANCE * max(abs(expected), 1e-6) + 1e-6
+        rough = options.get("dequantize") or np.any(np.abs(predictions - 0.5) > 0.5 - 1e-6)  # logs of almost 0
+        wrong = abs(actual - expected) > (0.03 if rough else TOLERANCE) * max(abs(expected), 1e-6) + 1e-6
         fail(wrong, f"the first loss is {actual:.6g}, in stock ONNX Runtime {expected:.6g}")
     report["stage"] = "result"
     with tempfile.TemporaryDirectory() as folder:
