@@ -193,6 +193,9 @@ def record(file: File, report: Mapping[str, Any], at: Path) -> None:
         "remarks",
         "seconds",
     )
+    for key in ("message", "hint"):
+        if report.get(key):
+            report[key] = " ".join(report[key].replace(str(file.path), file.path.name).split())[:400]
     outcomes[f"{file.package} {file.name}"] = {key: report[key] for key in kept if key in report}
     at.write_text(json.dumps(dict(sorted(outcomes.items())), indent=1) + "\n")
 
