@@ -115,8 +115,13 @@ def nudged(weights: Arrays, seed: int) -> dict[str, np.ndarray]:
 def tried(case: Case, routes: Sequence[str] = tuple(ROUTES)) -> dict[str, tuple[str, str]]:
     """Return what came of a case: route -> (outcome, reason). `capture` is there if the capture itself failed."""
     side = importlib.import_module(f"side_{case.framework}")
+    return compare_routes(lambda: side.run(_built(case)), routes)
+
+
+def compare_routes(make: Callable[[], Run], routes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return what came of a run: route -> (outcome, reason)."""
     with _quiet():
-        run, outcome = _outcome(lambda: side.run(_built(case)))
+        run, outcome = _outcome(make)
     if run is None:
         return {"capture": outcome}
     outcomes = {}

@@ -26,6 +26,7 @@ from onward.agreement.tolerance import (
     largest,
     noise_in,
 )
+from onward.build import Names
 from onward.engines import Engine, start
 from onward.errors import MismatchError
 from onward.inspect import describe
@@ -191,7 +192,7 @@ def types_in(model: Model) -> set[ir.DataType | None]:
 
 
 def without_dropout(model: Model) -> Model:
-    """Return a copy of an inference model without Dropout."""
+    """Return a copy of an inference model without Dropout, and with the mean of each random number."""
     copy = model.copy()
     for node in list(copy.graph.all_nodes()):
         if node.op_type == "Dropout" and not node.domain:
@@ -199,6 +200,21 @@ def without_dropout(model: Model) -> Model:
             node.attributes.clear()
             node.resize_inputs(1)
             node.resize_outputs(1)
+        elif node.op_type in ("RandomNormalLike", "RandomUniformLike") and not node.domain:
+            settings = dict.fromkeys(("low", "mean"), 0.0) | {"high": 1.0}
+            settings |= {name: a.as_float() for name, a in node.attributes.items() if name in settings}
+            mean = settings["mean"] if "Normal" in node.op_type else (settings["low"] + settings["high"]) / 2
+            constant = ir.node("Constant", [], attributes={"value": ir.tensor(np.array(mean, np.float32))})
+            shape = ir.node("Shape", [node.inputs[0]])
+            assert node.graph is not None
+            node.graph.insert_before(node, [constant, shape])
+            node.op_type = "Expand"
+            node.attributes.clear()
+            node.resize_inputs(2)
+            node.replace_input_with(0, constant.outputs[0])
+            node.replace_input_with(1, shape.outputs[0])
+            names = Names(value.name for value in values(copy.graph) if value.name)
+            constant.outputs[0].name, shape.outputs[0].name = names.fresh("mean"), names.fresh("shape")
     return copy
 
 

@@ -1,8 +1,8 @@
 """The forward pass in training mode.
 
-The inference graph stays in inference mode. For Dropout, BatchNormalization and observed
-QuantizeLinear, the algorithm gets a copy in training mode, and of all nodes from there to the loss;
-weights are shared by name.
+The inference graph stays in inference mode. For Dropout, BatchNormalization, random numbers and
+observed QuantizeLinear, the algorithm gets a copy in training mode, and of all nodes from there to
+the loss; weights are shared by name. A call of `onward.InTraining` becomes its second input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onward.model.walk import ancestors, read_by
 from onward.options import Variance
 from onward.recipe import random
 from onward.recipe.quantize.ranges import is_observed, observe
-from onward.recipe.step_builder import StepBuilder, moving_average
+from onward.recipe.step_builder import StepBuilder, in_training, moving_average
 from onward.recipe.trainable import Choice
 from onward.rules.classical import classify, post_transform_scores
 from onward.rules.registry import make_rewrite
@@ -51,7 +51,7 @@ def training_forward(
     - 1 (PyTorch).
     """
     frozen = {choice.name for choice in choices if choice.role == "frozen"}
-    needed, _ = ancestors(outputs)
+    needed, _ = ancestors(outputs, reads=_read_in_training)
     new = dict(changed)
     for node in list(builder.model.graph):
         if node not in needed:
@@ -73,9 +73,44 @@ def training_forward(
             key = builder.random_key(node.name or node.outputs[0].name or "Dropout")
             y = random.dropout(op, op(new.get(x, x)), ratio, key)
             new[node.outputs[0]] = _like(y, node.outputs[0], builder)
+        elif node.op_type in _DRAWS and is_standard(node):
+            new[node.outputs[0]] = _like(_draw(builder, node, new), node.outputs[0], builder)
+        elif node.op_type == in_training.name and not is_standard(node):
+            (value,) = _read_in_training(node)
+            new[node.outputs[0]] = new.get(value, value)
         elif any(value in new for value in read_by(node)):
             _copy(builder, node, new)
     return new
+
+
+def _read_in_training(node: ir.Node) -> list[ir.Value]:
+    values = list(read_by(node))
+    return values[1:] if node.op_type == in_training.name and not is_standard(node) else values
+
+
+_DRAWS = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+
+
+def _draw(builder: StepBuilder, node: ir.Node, new: Mapping[ir.Value, ir.Value]) -> Expr:
+    """Draw the random numbers of a node from the generator of the step."""
+    op = builder.op.scoped(f"train/{node.name or node.op_type}")
+    like = node.inputs[0] if node.inputs else None
+    shape = op.constant(np.array(node.attributes.get_ints("shape", []), np.int64))
+    if like is not None:
+        shape = op.Shape(new.get(like, like))
+    dtype = node.outputs[0].dtype or ir.DataType.FLOAT
+    drawn = ir.DataType.DOUBLE if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    key = builder.random_key(node.name or node.outputs[0].name or node.op_type)
+    if "Normal" in node.op_type:
+        scale, offset = node.attributes.get_float("scale", 1.0), node.attributes.get_float("mean", 0.0)
+        numbers = random.normal(op, key, shape, drawn)
+    else:
+        offset = node.attributes.get_float("low", 0.0)
+        scale = node.attributes.get_float("high", 1.0) - offset
+        numbers = random.uniform(op, key, shape, drawn)
+    numbers = numbers if scale == 1.0 else numbers * scale
+    numbers = numbers if offset == 0.0 else numbers + offset
+    return numbers if dtype == drawn else op.Cast(numbers, to=dtype)
 
 
 def functions_to_inline(model: Model) -> list[str]:

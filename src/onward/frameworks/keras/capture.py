@@ -9,7 +9,7 @@ import keras
 
 from onward.arguments import checked
 from onward.errors import UnsupportedError, first_line
-from onward.frameworks.keras.layer_graph import REGULARIZATION, LayerGraph, functional_of
+from onward.frameworks.keras.layer_graph import REGULARIZATION, LayerGraph, is_functional
 from onward.frameworks.keras.loss import Summand, read_loss
 from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
 from onward.frameworks.keras.probe import try_steps
@@ -22,7 +22,9 @@ from onward.vocabulary.keras import Rate, Refused
 
 
 @checked(types=False)
-def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model:
+def from_keras(
+    model: Any, example_inputs: Any = None, *, example_targets: Any = None, approx: bool = False, probe: bool = True
+) -> Model:
     """Return the training model that continues the run of a compiled Keras model.
 
         training = onward.from_keras(model)
@@ -31,6 +33,8 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
     and in their layouts.
 
     - `model`: a compiled model, with its loss and its optimizer
+    - `example_inputs`, `example_targets`: a batch as `fit` takes it, for a model that is not made of
+      layers but has its own `call`; it is traced
     - `approx`: on TensorFlow, most Keras optimizers square the gradients of an Embedding row by
       row, before those of the same token are summed. True sums them first, as on all other
       backends. False refuses such a model (default: False)
@@ -39,14 +43,14 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
     if hasattr(model, "to_training_model"):
         restored: Model = model.to_training_model()
         return restored
-    _check_kind(model)
-    graph = LayerGraph(model)
+    _check_kind(model, example_inputs)
+    graph = LayerGraph(model, example_inputs)
     methods = [
         name for name in ("train_step", "compute_loss") if getattr(type(model), name) is not getattr(keras.Model, name)
     ]
     problems = [*graph.problems, *(f"it has a `{name}` of its own" for name in methods), *_types(model)]
     problems += [] if approx else _sparse(model)
-    terms: list[Summand] = _gather(problems, lambda: read_loss(model, graph.outputs), [])
+    terms: list[Summand] = _gather(problems, lambda: read_loss(model, graph, example_targets), [])
     rate = _gather(problems, lambda: read_schedule(model.optimizer), Rate(0.0))
     recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
     _gather(problems, lambda: row_of(model.optimizer), None)
@@ -68,18 +72,21 @@ def from_keras(model: Any, *, approx: bool = False, probe: bool = True) -> Model
         recipe=recipe,
     )
     if probe:
-        try_steps(run, model, graph, terms)
+        try_steps(run, model, graph, terms, example_inputs, example_targets)
     return to_training_model(run)
 
 
-def _check_kind(model: Any) -> None:
+def _check_kind(model: Any, example_inputs: Any) -> None:
     if not isinstance(model, keras.Model) or getattr(model, "optimizer", None) is None:
         raise UnsupportedError("this is not a compiled Keras model", hint="call `model.compile(...)` first")
-    if not model.built or not hasattr(functional_of(model), "_nodes_by_depth"):
+    if is_functional(model):
+        return
+    if example_inputs is None:
         raise UnsupportedError(
-            f"the model `{model.name}` is a subclass with its own Python code, or is not built",
-            hint="make it of layers: `keras.Sequential` with an Input, or `keras.Model(inputs, outputs)`",
+            f"the model `{model.name}` has its own `call`, or is not built, and no example is given",
+            hint="give a batch: `onward.from_keras(model, images, example_targets=labels)`",
         )
+    model(keras.tree.map_structure(keras.ops.convert_to_tensor, example_inputs))  # creates the variables
 
 
 def _types(model: Any) -> list[str]:

@@ -13,7 +13,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import keywords
-from onward.frameworks.keras.layer_graph import functional_of
+from onward.errors import UnsupportedError, first_line
+from onward.frameworks.keras.layer_graph import LayerGraph, functional_of
 from onward.frameworks.keras.layers import LayerTensor
 from onward.model import Model
 from onward.run_state.state import RunState
@@ -32,25 +33,47 @@ class Summand:
     spec: Any  # loss by the name of a value, as `prepare` takes it
     target: str  # name of the input of the training model
     draw: Callable[[np.random.Generator, int], np.ndarray]  # random target for a number of samples
+    rank: int  # of the target
+
+    def fit(self, target: Any) -> np.ndarray:
+        """Return a target as the training model takes it: Keras adds and drops a last axis of size 1."""
+        array = np.asarray(target)
+        array = array.astype(np.float32) if array.dtype.kind == "f" else array
+        if array.ndim == self.rank + 1 and array.shape[-1] == 1:
+            return array[..., 0]
+        return array[..., None] if array.ndim == self.rank - 1 else array
 
 
-def read_loss(model: Any, outputs: Sequence[LayerTensor]) -> list[Summand]:
-    """Return the summands of the loss of a compiled model, in the order of Keras."""
+def read_loss(model: Any, graph: LayerGraph, targets: Any = None) -> list[Summand]:
+    """Return the summands of the loss of a compiled model, in the order of Keras.
+
+    `targets` are examples of the targets; without them, they are like the outputs.
+    """
     taken: set[str] = set()
-    return [_term(*item, outputs, taken) for item in _flat_losses(model)]
+    examples = by_output(targets, graph)
+    return [_term(*item, graph, taken, examples) for item in _flat_losses(model, graph)]
 
 
-def _flat_losses(model: Any) -> list[tuple[int, Any, float]]:
+def by_output(targets: Any, graph: LayerGraph) -> Mapping[int, Any]:
+    """Return targets by the index of the output that they are for."""
+    if isinstance(targets, Mapping) and set(targets) <= set(graph.output_names):
+        return {graph.output_names.index(name): x for name, x in targets.items()}
+    flat = [] if targets is None else keras.tree.flatten(targets)
+    return dict(enumerate(flat)) if len(flat) == len(graph.outputs) else {}
+
+
+def _flat_losses(model: Any, graph: LayerGraph) -> list[tuple[int, Any, float]]:
     """Return the index of the output, the loss and its weight, as Keras resolves them."""
     compiled_loss = model._compile_loss
     if compiled_loss is None or compiled_loss._user_loss is None:
+        if graph.is_regularized:
+            return []
         raise Refused("model was compiled without a loss")
-    functional = functional_of(model)
-    names = functional.output_names
+    names = getattr(functional_of(model), "output_names", None)
     resolved = type(compiled_loss)(compiled_loss._user_loss, compiled_loss._user_loss_weights, output_names=names)
-    structure = functional._outputs_struct
+    structure, names = graph.structure, graph.output_names
     resolved.build(structure, structure)
-    numbers = keras.tree.pack_sequence_as(structure, list(range(len(model.outputs))))
+    numbers = keras.tree.pack_sequence_as(structure, list(range(len(graph.outputs))))
     losses = []
     for path, loss, weight, _ in resolved._flat_losses:
         output: Any = numbers
@@ -60,32 +83,70 @@ def _flat_losses(model: Any) -> list[tuple[int, Any, float]]:
     return losses
 
 
-def _term(index: int, loss: Any, weight: float, outputs: Sequence[LayerTensor], taken: set[str]) -> Summand:
+def _term(
+    index: int, loss: Any, weight: float, graph: LayerGraph, taken: set[str], examples: Mapping[int, Any]
+) -> Summand:
     function = getattr(loss, "fn", None)
     name = getattr(function, "__name__", type(loss).__name__)
-    if function is None or not function.__module__.startswith("keras.") or name not in LOSSES:
-        raise Refused(f"loss {name} has no counterpart")
-    if loss.reduction != "sum" and loss.reduction not in _MEANS:
-        raise Refused(f"loss {name} has the reduction `{loss.reduction}`")
-    row, output, is_sum = LOSSES[name], outputs[index], loss.reduction == "sum"
+    output = graph.outputs[index]
+    is_row = function is not None and function.__module__.startswith("keras.") and name in LOSSES
+    if not is_row or (loss.reduction != "sum" and loss.reduction not in _MEANS):
+        return _traced(index, loss, weight, output, taken, examples.get(index))
+    row, is_sum = LOSSES[name], loss.reduction == "sum"
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
     options = {**defaults, **loss._fn_kwargs}
     on = _logits(output, options) if row.takes_logits else None
-    read = row.read(options, Prediction(output.rank, on is not None, keras.config.epsilon()))
+    try:
+        read = row.read(options, Prediction(output.rank, on is not None, keras.config.epsilon()))
+    except Refused:
+        return _traced(index, loss, weight, output, taken, examples.get(index))
     if is_sum and row.by_element:  # Keras sums the means along the last axis, a recipe sums all
         if output.shape[-1] is None:
             raise Refused(f"loss {name} sums over an axis of unknown size")
         weight /= output.shape[-1]
     prediction = (on or output).plain.value
-    target = "labels" if row.draws == "labels" else "target"
-    target = target if target not in taken else f"{prediction.name}_{target}"
-    taken.add(target)
+    target = _target_name("labels" if row.draws == "labels" else "target", prediction, taken)
     if read is None:
         spec: Any = _formula(row, options, prediction, output, target, "sum" if is_sum else "mean", weight)
     else:
         spec = {**read, **({"reduction": "sum"} if is_sum else {}), **({"scale": weight} if weight != 1.0 else {})}
-    return Summand(index, {prediction.name: spec}, target, functools.partial(_draw, row.draws, output.shape))
+    shape = output.shape[:-1] if row.draws == "labels" else output.shape
+    return Summand(
+        index, {prediction.name: spec}, target, functools.partial(_draw, row.draws, output.shape), len(shape)
+    )
+
+
+def _target_name(name: str, prediction: ir.Value, taken: set[str]) -> str:
+    target = name if name not in taken else f"{prediction.name}_{name}"
+    taken.add(target)
+    return target
+
+
+def _traced(index: int, loss: Any, weight: float, output: LayerTensor, taken: set[str], example: Any) -> Summand:
+    """Return a loss without a row, as a traced graph."""
+    backend, name = keras.backend.backend(), getattr(getattr(loss, "fn", loss), "__name__", type(loss).__name__)
+    if backend != "tensorflow":
+        raise Refused(f"loss {name} has no counterpart, and is not traced on {backend}, but on TensorFlow")
+    from onward.frameworks.tensorflow.capture import export_function
+
+    prediction = output.plain.value
+    assert prediction.dtype is not None
+    shape, dtype = output.shape, str(prediction.dtype.numpy())
+    if example is not None:
+        array = np.asarray(example)
+        shape = (None, *array.shape[1:])
+        dtype = "int64" if array.dtype.kind in "iub" else dtype
+    examples = [keras.KerasTensor(output.shape, str(prediction.dtype.numpy())), keras.KerasTensor(shape, dtype)]
+    try:
+        graph = export_function(lambda p, t: [keras.ops.sum(loss(t, p)) * weight], examples)
+    except (UnsupportedError, TypeError, ValueError) as error:
+        raise Refused(f"loss {name} cannot be traced: {first_line(error)}") from error
+    target = _target_name("target", prediction, taken)
+    for value, new in zip(graph.inputs, (prediction.name, target), strict=True):
+        value.name = new
+    draw = functools.partial(_draw, "labels" if dtype == "int64" else "positive", output.shape)
+    return Summand(index, {prediction.name: graph}, target, draw, len(shape))
 
 
 def _logits(output: LayerTensor, options: Mapping[str, Any]) -> LayerTensor | None:

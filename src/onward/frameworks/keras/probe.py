@@ -1,10 +1,12 @@
-"""Trial steps of a copy of a Keras model, compared with those of its training model."""
+"""Trial steps of a Keras model, compared with those of its training model."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,9 +14,8 @@ import numpy as np
 from onward.agreement.inputs import example_inputs, generator
 from onward.agreement.steps import StepResult, compare_steps, without_dropout
 from onward.agreement.tolerance import Arrays
-from onward.errors import UnsupportedError, first_line
 from onward.frameworks.keras.layer_graph import LayerGraph, functional_of
-from onward.frameworks.keras.loss import Summand
+from onward.frameworks.keras.loss import Summand, by_output
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
 from onward.run_state.state import RunState
 from onward.run_state.training_models import to_training_model
@@ -22,75 +23,110 @@ from onward.run_state.training_models import to_training_model
 _STEPS = 3
 
 
-def try_steps(run: RunState, model: Any, graph: LayerGraph, terms: Sequence[Summand]) -> None:
-    """Compare three steps of a copy of `model` with three of its training model."""
+def try_steps(
+    run: RunState, model: Any, graph: LayerGraph, terms: Sequence[Summand], inputs: Any = None, targets: Any = None
+) -> None:
+    """Compare three steps of a model with three of its training model; undo those of the model."""
     rng = generator(0)
-    inputs = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
-    samples = len(inputs[0][graph.inputs[0].plain.name])
-    batches = [{**drawn, **{term.target: term.draw(rng, samples) for term in terms}} for drawn in inputs]
-    copy = _copy(model)
-    names = [graph.names[id(v)] for v in model.variables]
-    trained = [graph.names[id(v)] for v in model.trainable_variables]
-    gradients = _watch_gradients(copy.optimizer)
-
-    def step(batch: Arrays) -> StepResult:
-        copy.reset_metrics()
-        loss = copy.train_on_batch(*_arguments(batch, model, graph, terms), return_dict=True)["loss"]
-        weights = dict(zip(names, map(array_of, copy.variables), strict=True))
-        return StepResult(float(loss), dict(zip(trained, gradients, strict=True)), weights)
-
+    own = [x.plain.name for x in graph.inputs]
+    examples = by_output(targets, graph)
+    if inputs is not None:
+        arrays = [np.asarray(x) for x in keras.tree.flatten(inputs)]
+        batches = [dict(zip(own, map(narrow, arrays), strict=True))] * _STEPS
+    else:
+        batches = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
+    samples = len(batches[0][own[0]])
+    has_targets = inputs is not None and len(examples) == len(graph.outputs)
+    batches = [
+        {**drawn, **{t.target: t.fit(examples[t.output]) if has_targets else t.draw(rng, samples) for t in terms}}
+        for drawn in batches
+    ]
     still = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
-    compare_steps(still, batches, step, framework=f"Keras on {keras.backend.backend()}")
+    with Trial(model, [graph.names[id(v)] for v in model.variables]) as trial:
+
+        def step(batch: Arrays) -> StepResult:
+            x: Any = inputs if inputs is not None else _inputs(batch, model, graph)
+            y = targets if has_targets or (inputs is not None and not terms) else _targets(batch, graph, terms)
+            return trial.step(x, y)
+
+        compare_steps(still, batches, step, framework=f"Keras on {keras.backend.backend()}")
 
 
-def _arguments(batch: Arrays, model: Any, graph: LayerGraph, terms: Sequence[Summand]) -> tuple[Any, Any]:
+def narrow(array: np.ndarray) -> np.ndarray:
+    """Return an array in the type in which Keras takes it."""
+    return array.astype(keras.config.floatx()) if array.dtype == np.float64 else array
+
+
+def _inputs(batch: Arrays, model: Any, graph: LayerGraph) -> Any:
     inputs = [batch[x.plain.name] for x in graph.inputs]
+    structure = functional_of(model)._inputs_struct
+    return keras.tree.pack_sequence_as(structure, inputs)
+
+
+def _targets(batch: Arrays, graph: LayerGraph, terms: Sequence[Summand]) -> Any:
     targets: list[Any] = [None] * len(graph.outputs)
     for term in terms:
         targets[term.output] = batch[term.target]
-    structure = functional_of(model)._outputs_struct
-    return inputs[0] if len(inputs) == 1 else inputs, keras.tree.pack_sequence_as(structure, targets)
+    return keras.tree.pack_sequence_as(graph.structure, targets)
 
 
-def _copy(model: Any) -> Any:
-    """Return a compiled copy of a model with the same state, without dropout."""
-    optimizer_class = type(model.optimizer)
-    # Compiling the clone looks up the class of the optimizer by its name.
-    with keras.saving.custom_object_scope({optimizer_class.__name__: optimizer_class}):
-        copy = _clone(model)
-    for ours, theirs in zip(model.variables, copy.variables, strict=True):
-        theirs.assign(ours.value)
-    for layer in copy._flatten_layers():
-        if "Dropout" in type(layer).__name__:
-            layer.rate = 0.0
-        elif type(layer).__name__ == "MultiHeadAttention":
-            layer._dropout = 0.0
-    compiled_loss = model._compile_loss
-    copy.compile(
-        optimizer=copy_optimizer(model.optimizer, list(zip(model.variables, copy.variables, strict=True))),
-        loss=compiled_loss._user_loss,
-        loss_weights=compiled_loss._user_loss_weights,
-        run_eagerly=True,
-    )
-    return copy
+class Trial:
+    """Steps of a Keras model without random numbers, which it forgets at the end."""
+
+    def __init__(self, model: Any, names: Sequence[str]):
+        self._model = model
+        self._names = names
+
+    def __enter__(self) -> Trial:
+        model = self._model
+        metrics = [v for metric in model.metrics for v in metric.variables]
+        self._before = [(v, array_of(v)) for v in {id(v): v for v in (*model.variables, *metrics)}.values()]
+        self._optimizer, self._eagerly = model.optimizer, model.run_eagerly
+        model.optimizer = copy_optimizer(model.optimizer, [(v, v) for v in model.variables])
+        self._gradients = _watch_gradients(model.optimizer)
+        model.run_eagerly, model.train_function = True, None
+        self._nothing_drawn = nothing_drawn()
+        self._nothing_drawn.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._nothing_drawn.__exit__(*error)
+        model = self._model
+        model.optimizer, model.run_eagerly, model.train_function = self._optimizer, self._eagerly, None
+        for variable, array in self._before:
+            variable.assign(array)
+
+    def step(self, x: Any, y: Any) -> StepResult:
+        model = self._model
+        model.reset_metrics()
+        logs = model.train_on_batch(x, y, return_dict=True)
+        weights = dict(zip(self._names, map(array_of, model.variables), strict=True))
+        named = dict(zip(map(id, model.variables), self._names, strict=True))
+        trained = [named[id(v)] for v in model.optimizer._trainable_variables]
+        return StepResult(float(logs["loss"]), dict(zip(trained, self._gradients, strict=True)), weights)
 
 
-def _clone(model: Any) -> Any:
-    has_lambdas = any(isinstance(layer, keras.layers.Lambda) for layer in model._flatten_layers())
-    try:
-        return keras.models.clone_model(model, clone_function=_clone_layer if has_lambdas else None)
-    except (TypeError, NotImplementedError) as error:
-        raise UnsupportedError(
-            f"the model cannot be copied for a trial: {first_line(error)}",
-            hint="give its layers a `get_config`, or leave out the trial: `probe=False`",
-        ) from error
-
-
-def _clone_layer(layer: Any) -> Any:
-    # Keras refuses to deserialize Python functions, so a Lambda gets its function directly.
-    if not isinstance(layer, keras.layers.Lambda):
-        return layer.__class__.from_config(layer.get_config())
-    return keras.layers.Lambda(layer.function, layer._output_shape, layer.mask, layer.arguments, name=layer.name)
+@contextlib.contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Replace random numbers of Keras by their mean, and let dropout drop nothing."""
+    draws = keras.src.backend.random
+    floatx = keras.config.floatx
+    replacements = {
+        "dropout": lambda inputs, rate, noise_shape=None, seed=None: inputs,
+        "uniform": lambda shape, minval=0.0, maxval=1.0, dtype=None, seed=None: keras.ops.full(
+            shape, (minval + maxval) / 2, dtype or floatx()
+        ),
+        "normal": lambda shape, mean=0.0, stddev=1.0, dtype=None, seed=None: keras.ops.full(
+            shape, mean, dtype or floatx()
+        ),
+        "randint": lambda shape, minval, maxval, dtype="int32", seed=None: keras.ops.full(
+            shape, minval + (maxval - minval) // 2, dtype
+        ),
+    }
+    with contextlib.ExitStack() as stack:
+        for name, replacement in replacements.items():
+            stack.enter_context(mock.patch.object(draws, name, replacement))
+        yield
 
 
 def _watch_gradients(optimizer: Any) -> list[np.ndarray]:

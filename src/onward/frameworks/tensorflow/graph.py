@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -51,6 +51,11 @@ class Resource:
     value: ir.Value  # initializer
 
 
+class Replacement(Protocol):
+    def __call__(self, op: Builder, inputs: Sequence[Any], node: Node) -> Sequence[Any] | None:
+        """Return the results of a call; None to inline its function."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Unknown:
     """Missing value: the reason why no node computes it, and the inputs of its operation."""
@@ -68,14 +73,23 @@ class Statistics:
     sample: bool  # True if the variance is divided by n - 1
 
 
-Value = Expr | Resource
+class Layouts(Protocol):
+    """Value that a replaced call takes and returns, with its tensor in the layout of TensorFlow."""
+
+    @property
+    def plain(self) -> Expr: ...
+
+
+Value = Expr | Resource | Layouts
 Environment = dict[Any, Value]
 
 
 class Translator:
     """Translator of all graphs of a function, with updates of variables and missing values."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: Mapping[str, Replacement] | None = None) -> None:
+        self.calls = calls or {}
+        """Replacements of calls, by a part of the name of the function."""
         self.unknown: dict[ir.Value, Unknown] = {}  # values that no node computes
         self.updates: dict[ir.Value, Expr] = {}  # last values assigned to variables
         self.statistics: list[Statistics] = []
@@ -113,9 +127,11 @@ class Translator:
             if function is None:
                 raise RefusedOperation("no ONNX operator computes it")
             settings = {name: node if name == "node" else node.attribute(name) for name in keywords(function)}
-            results = function(op, *(environment[x.ref()] for x in operation.inputs), **settings)
+            is_call = operation.type in _CALLS
+            arguments = (environment[x.ref()] for x in operation.inputs)
+            results = function(op, *(x if is_call else unwrapped(x) for x in arguments), **settings)
         except RefusedOperation as refusal:
-            inputs = [environment[x.ref()].value for x in operation.inputs]
+            inputs = [unwrapped(environment[x.ref()]).value for x in operation.inputs]
             return [self.placeholder(op, node, str(refusal), y, inputs) for y in operation.outputs]
         results = list(results) if isinstance(results, tuple | list) else [results]
         for y in operation.outputs[len(results) :]:  # outputs that only TensorFlow's gradients read
@@ -144,6 +160,11 @@ class Translator:
         return list(reasons)
 
 
+def unwrapped(value: Value) -> Expr | Resource:
+    return value if isinstance(value, Expr | Resource) else value.plain
+
+
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 _EFFECTS = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "StatefulPartitionedCall", "If", "While")
 
 
@@ -204,7 +225,7 @@ class Node:
         static = tf.get_static_value(tensor)
         if static is not None:
             return np.asarray(static)
-        value = self._environment[tensor.ref()]  # may be a constant in the graph of the caller
+        value = unwrapped(self._environment[tensor.ref()])  # may be a constant in the graph of the caller
         return None if isinstance(value, Resource) else constant_of(value)
 
     def array(self, index: int) -> np.ndarray:
@@ -219,9 +240,9 @@ class Node:
     def number(self, index: int) -> Any:
         return self.array(index).item()
 
-    def value(self, tensor: Any) -> Value:
+    def value(self, tensor: Any) -> Expr | Resource:
         """Return the result of another operation of the same graph."""
-        return self._environment[tensor.ref()]
+        return unwrapped(self._environment[tensor.ref()])
 
     def of(self, operation: Any) -> Node:
         return Node(self.translator, operation, self._environment)

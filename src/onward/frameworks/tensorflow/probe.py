@@ -14,6 +14,7 @@ from onward.agreement.tolerance import Sides
 from onward.differentiate import vjp
 from onward.engines import function as function_of
 from onward.model import Model
+from onward.model.walk import is_random
 
 
 def confirm(
@@ -22,11 +23,11 @@ def confirm(
     """Raise an error if results differ; batch normalization is compared in training mode.
 
     Gradients with respect to `trained`, variables by name, are compared for custom derivatives.
-    Without example arrays or with dropout, nothing is compared.
+    Without example arrays or with random numbers, nothing is compared.
     """
     examples = [x for x in (*arguments, *named.values()) if _is_array(x)]
     nodes = list(model.graph.all_nodes())
-    if len(examples) < len(model.inputs) or any(node.op_type == "Dropout" for node in nodes):
+    if len(examples) < len(model.inputs) or any(node.op_type == "Dropout" or is_random(node) for node in nodes):
         return
     before = [(variable, variable.numpy()) for variable in function.graph.variables if not variable.trainable]
     with tf.GradientTape(persistent=True) as tape:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 import tensorflow as tf
 
 from onward.engines.framework import Operators
-from onward.frameworks.formulas.graph_building import constant_of
-from onward.frameworks.tensorflow.graph import RefusedOperation, Resource, dtype_of
+from onward.frameworks.formulas.graph_building import cast, constant_of
+from onward.frameworks.tensorflow.graph import RefusedOperation, Resource, as_int64, dtype_of
 
 operators = Operators()
 
 
 operators(
-    **dict.fromkeys(
-        ("PartitionedCall", "StatefulPartitionedCall"),
-        lambda op, *arguments, node: node.translator.inline(op, node.function("f"), arguments),
-    ),
     NoOp=lambda op: (),
     Assert=lambda op, *_: (),
     ReadVariableOp=lambda op, variable, *, node: node.read(op, variable),
@@ -24,6 +21,14 @@ operators(
     AssignAddVariableOp=lambda op, variable, value, *, node: _assign(node, variable, node.read(op, variable) + value),
     AssignSubVariableOp=lambda op, variable, value, *, node: _assign(node, variable, node.read(op, variable) - value),
 )
+
+
+@operators.define("PartitionedCall", "StatefulPartitionedCall")
+def call(op, *arguments, node):
+    name = node.operation.get_attr("f").name
+    replace = next((replace for part, replace in node.translator.calls.items() if f"_{part}_" in name), None)
+    results = None if replace is None else replace(op, arguments, node)
+    return node.translator.inline(op, node.function("f"), arguments) if results is None else results
 
 
 def _assign(node, variable, value):
@@ -135,25 +140,49 @@ def _shape(body, index, value):
     return None if result.shape.rank is None else ir.Shape(result.shape.as_list())
 
 
-DRAWN = ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2")
+UNIFORM = ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2")
 
 
-@operators.define(*DRAWN, "RandomStandardNormal", "StatelessRandomNormalV2", "TruncatedNormal")
-def random(op, *_):
-    raise RefusedOperation("it draws random numbers, and only `tf.nn.dropout` may")
+@operators.define(*UNIFORM)
+def uniform(op, shape, *_, dtype):
+    return _drawn(op, "RandomUniformLike", shape, dtype)
+
+
+@operators.define("RandomStandardNormal", "StatelessRandomNormal", "StatelessRandomNormalV2")
+def normal(op, shape, *_, dtype):
+    return _drawn(op, "RandomNormalLike", shape, dtype)
+
+
+@operators.define("RandomUniformInt", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2")
+def integers(op, shape, *more, node):
+    low, high = more[-2:]
+    target = low.dtype
+    width = cast(op, high - low, ir.DataType.FLOAT)
+    return low + cast(op, op.Floor(_drawn(op, "RandomUniformLike", shape, tf.float32) * width), target)
+
+
+def _drawn(op, operator, shape, dtype):
+    """Draw numbers in inference with the operator; a training step draws them from its own generator."""
+    number = op.constant(np.zeros([], dtype_of(dtype).numpy()))
+    return op.node("", operator, op.Expand(number, as_int64(op, shape)))
 
 
 @operators.define("SelectV2")
 def select(op, condition, x, y, *, node):
     """Select elements, or drop them as `tf.nn.dropout` does."""
     dropout = _dropout(node)
-    return op.Dropout(node.value(dropout[0]), dropout[1]) if dropout else op.Where(condition, x, y)
+    if dropout is None:
+        return op.Where(condition, x, y)
+    kept, rate = node.value(dropout[0]), dropout[1]
+    if dropout[0].shape.as_list() == node.operation.inputs[0].shape.as_list():
+        return op.Dropout(kept, rate)
+    return kept * op.Dropout(cast(op, op.filled_like(condition.value, True), kept.dtype), rate)  # whole slices
 
 
 def _dropout(node):
     """Return the tensor and the rate of a dropout; None for another selection."""
     condition, scaled, otherwise = (x.op for x in node.operation.inputs)
-    if condition.type != "GreaterEqual" or condition.inputs[0].op.type not in DRAWN or scaled.type != "Mul":
+    if condition.type != "GreaterEqual" or condition.inputs[0].op.type not in UNIFORM or scaled.type != "Mul":
         return None
     rate, scale = node.constant(condition.inputs[1]), node.constant(scaled.inputs[1])
     nothing = node.constant(otherwise.outputs[0])

@@ -1,0 +1,192 @@
+"""Run a script up to its first `fit`, then train the model in Keras and in other engines: `run.py` starts this.
+
+    python benchmarks/examples/keras_script.py examples/vision/mnist_convnet.py
+
+Built-in data sets become small random arrays, and modules for plots do nothing. Prints a JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import sys
+import time
+import traceback
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+SCRIPT = Path(sys.argv[1]).resolve()
+SOURCE = SCRIPT.read_text(encoding="utf-8")
+if backend := re.search(r"""os\.environ\[["']KERAS_BACKEND["']\]\s*=\s*["'](\w+)["']""", SOURCE):
+    os.environ["KERAS_BACKEND"] = backend[1]
+os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "zoo"))
+sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
+
+import numpy as np
+
+import onward.frameworks.keras  # isort: skip  (before Keras)
+
+import keras
+import side_keras
+from side_keras import Objects
+
+from zoo import EXACT, compare_routes
+
+SAMPLES = 300
+"""Of each data set."""
+ROWS = 8
+"""Of the batch."""
+ROUTES = ("onnxruntime", "torch")
+
+
+class Skipped(BaseException):
+    """The script needs what cannot be had here."""
+
+
+class Reached(BaseException):
+    """The first `fit` of the script."""
+
+
+def images(size: tuple[int, ...], classes: int, column: bool) -> Any:
+    def load_data(*_: Any, **__: Any) -> Any:
+        rng = np.random.default_rng(0)
+        shape = (lambda n: (n, 1)) if column else (lambda n: (n,))
+        return tuple(
+            (rng.integers(0, 256, (n, *size), dtype=np.uint8), rng.integers(0, classes, shape(n)).astype(np.uint8))
+            for n in (SAMPLES, SAMPLES // 3)
+        )
+
+    return load_data
+
+
+def sequences(classes: int) -> Any:
+    def load_data(*_: Any, num_words: int | None = None, **__: Any) -> Any:
+        rng = np.random.default_rng(0)
+
+        def rows(n: int) -> Any:
+            lists = np.empty(n, object)
+            lists[:] = [[1, *rng.integers(4, num_words or 1000, rng.integers(20, 200)).tolist()] for _ in range(n)]
+            return lists, rng.integers(0, classes, n)
+
+        return rows(SAMPLES), rows(SAMPLES // 3)
+
+    return load_data
+
+
+def columns(width: int) -> Any:
+    def load_data(*_: Any, **__: Any) -> Any:
+        rng = np.random.default_rng(0)
+        return tuple((rng.random((n, width), np.float32), rng.random(n, np.float32)) for n in (SAMPLES, SAMPLES // 3))
+
+    return load_data
+
+
+def unreachable(*arguments: Any, **options: Any) -> NoReturn:
+    raise Skipped(f"downloads {str((*arguments, *options.values())[0])[:80]}" if arguments or options else "downloads")
+
+
+def replace_data() -> None:
+    data = keras.datasets
+    for module, size, classes, column in (
+        (data.mnist, (28, 28), 10, False),
+        (data.fashion_mnist, (28, 28), 10, False),
+        (data.cifar10, (32, 32, 3), 10, True),
+        (data.cifar100, (32, 32, 3), 100, True),
+    ):
+        module.load_data = images(size, classes, column)
+    data.imdb.load_data, data.reuters.load_data = sequences(2), sequences(46)
+    data.california_housing.load_data, data.boston_housing.load_data = columns(8), columns(13)
+    data.imdb.get_word_index = data.reuters.get_word_index = lambda *_, **__: {f"word{i}": i for i in range(1, 1000)}
+    keras.utils.get_file = keras.src.utils.file_utils.get_file = unreachable
+    import urllib.request
+
+    urllib.request.urlretrieve = urllib.request.urlopen = unreachable
+    if module := sys.modules.get("keras.src.applications.imagenet_utils"):
+        module.file_utils.get_file = unreachable
+
+
+def replace_plots() -> None:
+    names = ("matplotlib", "seaborn", "IPython", "PIL", "cv2", "imageio", "pydot", "graphviz", "plotly")
+    for name in names:
+        try:
+            __import__(name)
+        except ImportError:
+            sys.modules[name] = mock.MagicMock()
+            for inner in ("pyplot", "display", "image", "cm", "colors", "gridspec", "mpl_toolkits", "express"):
+                sys.modules[f"{name}.{inner}"] = mock.MagicMock()
+    keras.utils.plot_model = lambda *_, **__: None
+
+
+def first_batch(x: Any, y: Any, size: int | None) -> tuple[Any, Any]:
+    if hasattr(x, "element_spec"):
+        x = next(iter(x))
+    elif isinstance(x, keras.utils.PyDataset):
+        x = x[0]
+    elif hasattr(x, "__next__"):
+        x = next(x)
+    if y is None and isinstance(x, tuple):
+        x, y = (*x, None)[:2]
+
+    def rows(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        array = np.asarray(leaf)
+        array = array.astype(np.float32) if array.dtype == np.float64 else array
+        return array[: min(ROWS, size or ROWS)]
+
+    return keras.tree.map_structure(rows, x), None if y is None else keras.tree.map_structure(rows, y)
+
+
+def intercept() -> tuple[Any, Any]:
+    """Let the first `fit` end the script; return what it replaces."""
+    def fit(self: Any, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **__: Any) -> NoReturn:
+        raise Reached(self, *first_batch(x, y, batch_size))
+
+    def step(self: Any, x: Any = None, y: Any = None, *_: Any, **__: Any) -> NoReturn:
+        raise Reached(self, *first_batch(x, y, None))
+
+    originals = keras.Model.fit, keras.Model.train_on_batch
+    keras.Model.fit, keras.Model.train_on_batch = fit, step
+    return originals
+
+
+def tried(model: Any, x: Any, y: Any) -> dict[str, Any]:
+    begun = time.time()
+    outcomes = compare_routes(lambda: side_keras.run(Objects(model, x, y)), ROUTES)
+    bad = {route: ": ".join(outcome) for route, outcome in outcomes.items() if outcome[0] != EXACT}
+    kind = "exact" if not bad else next(iter(outcomes[route][0] for route in bad))
+    return {"outcome": kind, "reason": bad, "seconds": round(time.time() - begun, 1), "class": type(model).__name__}
+
+
+def main() -> dict[str, Any]:
+    replace_plots()
+    replace_data()
+    originals = intercept()
+    os.chdir(os.environ.get("TMPDIR", "/tmp"))
+    begun = time.time()
+    try:
+        sys.argv = [str(SCRIPT)]
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    except Reached as reached:
+        keras.Model.fit, keras.Model.train_on_batch = originals
+        print(f"fit after {time.time() - begun:.0f} s", file=sys.stderr)
+        return tried(*reached.args)
+    except Skipped as reason:
+        return {"outcome": "skipped", "reason": str(reason)}
+    except ImportError as error:
+        return {"outcome": "skipped", "reason": f"imports {error.name}"}
+    except BaseException as error:
+        traceback.print_exc()
+        return {"outcome": "skipped", "reason": f"fails before: {type(error).__name__}: {str(error)[:200]}"}
+    return {"outcome": "skipped", "reason": "calls no `fit`"}
+
+
+if __name__ == "__main__":
+    result = main()
+    print("\n" + json.dumps(result), flush=True)
+    os._exit(0)  # threads of data pipelines go on

@@ -1,0 +1,253 @@
+"""Calls of layers, operations and models without a row, traced by TensorFlow.
+
+Layers inside of the call that have a row become a call of a function each, and the row translates that. If it refuses,
+the function is inlined.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import keras
+import numpy as np
+import onnx_ir as ir
+from keras.src.ops.operation import Operation
+
+from onward.build import Builder, Expr
+from onward.errors import Error, first_line
+from onward.frameworks.formulas.graph_building import initializer
+from onward.frameworks.keras.layers import Call, LayerTensor, accepted_arguments, find
+from onward.frameworks.keras.optimizer import array_of
+from onward.frameworks.randomness import refuse_random_draws
+from onward.model.walk import ancestors
+from onward.recipe.step_builder import in_training
+from onward.vocabulary.keras import Refused
+
+Weight = Callable[[Any], Expr]
+
+
+class TracedCall:
+    """Call of a layer, an operation or a model, as a function of its tensors."""
+
+    def __init__(self, operation: Any, arguments: Any):
+        self.operation = operation
+        self.arguments = arguments
+        self.tensors = [x for x in keras.tree.flatten(arguments) if isinstance(x, LayerTensor)]
+        self.structure: Any = None
+        """Results, as numbers among those of the call."""
+
+    def __call__(self, tensors: Sequence[Any], training: bool) -> list[Any]:
+        """Return the results, then the summands that layers add to the loss."""
+        rest = iter(tensors)
+        args, named = keras.tree.map_structure(
+            lambda x: next(rest) if isinstance(x, LayerTensor) else x, self.arguments
+        )
+        layer = self.operation
+        is_layer = isinstance(layer, keras.layers.Layer)
+        if is_layer:
+            layer._clear_losses()
+        mode = {"training": training} if is_layer and layer._call_has_training_arg else {}
+        outputs = layer(*args, **named, **mode)
+        results = keras.tree.flatten(outputs)
+        self.structure = keras.tree.pack_sequence_as(outputs, list(range(len(results))))
+        inner = [*layer._flatten_layers(), layer] if is_layer else []
+        added = [x for each in {id(each): each for each in inner}.values() for x in each._losses]
+        self.count = len(results)
+        return [*map(keras.ops.convert_to_tensor, results), *map(keras.ops.sum, added)]
+
+    @property
+    def has_modes(self) -> bool:
+        layer = self.operation
+        layers = layer._flatten_layers() if isinstance(layer, keras.layers.Layer) else ()
+        return any(each._call_has_training_arg and find(each) is None for each in layers)
+
+
+class Tracer:
+    """Translator of calls into a graph, on the backend that Keras uses."""
+
+    def __init__(self, op: Builder, weight: Weight, variables: Sequence[Any]):
+        self._op = op
+        self._weight = weight
+        self._variables = variables
+
+    def trace(self, call: TracedCall) -> tuple[list[LayerTensor], list[Expr]]:
+        """Return the results of a call, and the summands that it adds to the loss."""
+        op = self._op.scoped(getattr(call.operation, "name", "call"))
+        results = self._results(op, call, True)
+        if call.has_modes:
+            before = list(op.graph)
+            inference = self._results(op, call, False)
+            tensors = results[: call.count], inference[: call.count]
+            if _is_same(*([x.plain.value for x in half] for half in tensors)):
+                op.graph.remove([node for node in op.graph if node not in set(before)], safe=False)
+            else:
+                joined = [
+                    LayerTensor(a.shape, plain=op.call(in_training, b.plain, a.plain).like(a.plain.value))
+                    for a, b in zip(*tensors, strict=True)
+                ]
+                results = [*joined, *results[call.count :]]
+        return results[: call.count], [x.plain for x in results[call.count :]]
+
+    def _results(self, op: Builder, call: TracedCall, training: bool) -> list[LayerTensor]:
+        backend = keras.backend.backend()
+        if backend != "tensorflow":
+            raise Refused(f"is not traced on {backend}, but on TensorFlow")
+        try:
+            return self._from_tensorflow(op, call, training)
+        except (Refused, Error):
+            raise
+        except Exception as error:  # of the backend, or of the layer
+            raise Refused(f"cannot be traced: {first_line(error)}") from error
+
+    def _from_tensorflow(self, op: Builder, call: TracedCall, training: bool) -> list[LayerTensor]:
+        import tensorflow as tf
+
+        from onward.frameworks.tensorflow.graph import Resource, Translator, unwrapped
+        from onward.frameworks.tensorflow.running_averages import keep_averages
+
+        calls: dict[str, Any] = {}
+        specs = [tf.TensorSpec(x.shape, x.plain.dtype.numpy()) for x in call.tensors]  # type: ignore[union-attr]
+        with refuse_random_draws("the model"), _layers_as_functions(calls, self._weight):
+            function = tf.function(lambda *tensors: call(tensors, training)).get_concrete_function(*specs)
+        translator = Translator(calls)
+        by_handle = {id(v.value.handle): v for v in self._variables if hasattr(v.value, "handle")}
+        others: dict[int, ir.Value] = {}
+        captured: list[Any] = []
+        for tensor in function.captured_inputs:
+            if tensor.dtype != tf.resource:
+                captured.append(op.constant(tensor.numpy()))
+            elif (variable := by_handle.get(id(tensor))) is not None and not _is_seed(variable):
+                captured.append(Resource(self._weight(variable).value))
+            else:
+                others[id(tensor)] = value = _other(op, function, tensor)
+                captured.append(Resource(value))
+        arguments = [LayerTensor(x.shape, plain=op(x.plain.value)) if x.rank == 0 else x for x in call.tensors]
+        results = translator.inline(op, function.graph, [*arguments, *captured])
+        plain = [unwrapped(x) for x in results]
+        if obstacles := translator.obstacles(x.value for x in plain):
+            raise Refused("; ".join(obstacles))
+        seeds = [value for value in translator.updates if value in others.values()]
+        for value in seeds:
+            del translator.updates[value]
+        if translator.updates:
+            keep_averages(op, translator)
+        shapes = [x.shape.as_list() for x in function.outputs]
+        return [
+            x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=op(x.value))
+            for x, shape in zip(results, shapes, strict=True)
+        ]
+
+
+def _is_seed(variable: Any) -> bool:
+    return "seed_generator" in variable.path
+
+
+def _other(op: Builder, function: Any, handle: Any) -> ir.Value:
+    """Return an initializer for a variable that the model does not own."""
+    variable = next(v for v in function.graph.variables if v.handle is handle)
+    value = initializer(op.names.fresh(variable.name.partition(":")[0]), variable.numpy())
+    op.graph.register_initializer(value)
+    return value
+
+
+@contextlib.contextmanager
+def _layers_as_functions(calls: dict[str, Any], weight: Weight) -> Iterator[None]:
+    """Trace the calls of layers with a row as functions of their own; fill `calls` with the rows."""
+    import tensorflow as tf
+
+    plainly = Operation.__call__
+
+    def call(layer: Any, *args: Any, **named: Any) -> Any:
+        leaves = keras.tree.flatten((args, named))
+        tensors = [x for x in leaves if tf.is_tensor(x)]
+        if not isinstance(layer, keras.layers.Layer) or find(layer) is None or not tensors:
+            return plainly(layer, *args, **named)
+
+        def refilled(values: Iterator[Any]) -> Any:
+            return keras.tree.map_structure(lambda x: next(values) if tf.is_tensor(x) else x, (args, named))
+
+        def body(*values: Any) -> Any:
+            inner_args, inner_named = refilled(iter(values))
+            return plainly(layer, *inner_args, **inner_named)
+
+        body.__name__ = f"row{len(calls)}of"
+        calls[body.__name__] = functools.partial(_by_row, layer, refilled, len(tensors), weight)
+        return tf.function(body, autograph=False)(*tensors)
+
+    with mock.patch.object(Operation, "__call__", call):
+        yield
+
+
+def _by_row(
+    layer: Any,
+    refilled: Callable[[Iterator[Any]], Any],
+    count: int,
+    weight: Weight,
+    op: Builder,
+    inputs: Sequence[Any],
+    node: Any,
+) -> list[LayerTensor] | None:
+    """Return the results of a layer by its row; None if the row refuses."""
+    tensors = [
+        x if isinstance(x, LayerTensor) else LayerTensor(node.shape(i), plain=x) for i, x in enumerate(inputs[:count])
+    ]
+    shapes = [x.shape.as_list() for x in node.operation.outputs]
+    args, named = refilled(iter(tensors))
+    try:
+        return call_row(Call(op.scoped(layer.name), layer, tuple(shapes[0]), weight), args, named, shapes)
+    except Refused:
+        return None
+
+
+def call_row(c: Call, args: Sequence[Any], named: dict[str, Any], shapes: Sequence[Sequence[int | None]]) -> Any:
+    """Return the results of a layer by its row."""
+    function = find(c.layer)
+    assert function is not None
+    named.pop("training", None)
+    results = function(c, *args, **accepted_arguments(function, named))
+    results = results if isinstance(results, list) else [results]
+    return [
+        x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=x)
+        for x, shape in zip(results, shapes, strict=True)
+    ]
+
+
+def _is_same(xs: Sequence[ir.Value], ys: Sequence[ir.Value]) -> bool:
+    """True if the same nodes compute both, except for dropout."""
+    same: dict[ir.Value, ir.Value] = {}
+    graph = next((x.producer().graph for x in xs if x.producer() is not None), None)  # type: ignore[union-attr]
+    position = {node: i for i, node in enumerate(graph)} if graph is not None else {}
+
+    def needed(values: Sequence[ir.Value]) -> list[ir.Node]:
+        nodes, _ = ancestors(values)
+        return sorted(nodes, key=lambda node: position.get(node, -1))
+
+    first, second = needed(xs), needed(ys)
+    common = set(first) & set(second)
+    for a, b in itertools.zip_longest(
+        (n for n in first if n not in common and n.op_type not in ("Dropout", "Identity")),
+        (n for n in second if n not in common and n.op_type not in ("Dropout", "Identity")),
+    ):
+        if a is None or b is None or (a.domain, a.op_type) != (b.domain, b.op_type):
+            return False
+        if len(a.inputs) != len(b.inputs) or str(a.attributes) != str(b.attributes):
+            return False
+        for x, y in zip(a.inputs, b.inputs, strict=True):
+            x, y = _source(x), _source(y)
+            if same.get(x, x) is not y:  # type: ignore[arg-type]
+                return False
+        same |= dict(zip(a.outputs, b.outputs, strict=True))
+    return all(same.get(x := _source(a), x) is _source(b) for a, b in zip(xs, ys, strict=True))  # type: ignore[arg-type]
+
+
+def _source(value: ir.Value | None) -> ir.Value | None:
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in ("Dropout", "Identity"):
+        value = node.inputs[0]
+        node = None if value is None else value.producer()
+    return value
