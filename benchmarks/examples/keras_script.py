@@ -157,7 +157,15 @@ def intercept() -> tuple[Any, Any]:
 
 def tried(model: Any, x: Any, y: Any) -> dict[str, Any]:
     begun = time.time()
-    outcomes = compare_routes(lambda: side_keras.run(Objects(model, x, y)), ROUTES)
+
+    def run() -> Any:
+        try:
+            return side_keras.run(Objects(model, x, y))
+        except Exception:
+            traceback.print_exc()
+            raise
+
+    outcomes = compare_routes(run, ROUTES)
     bad = {route: ": ".join(outcome) for route, outcome in outcomes.items() if outcome[0] != EXACT}
     kind = "exact" if not bad else next(iter(outcomes[route][0] for route in bad))
     return {"outcome": kind, "reason": bad, "seconds": round(time.time() - begun, 1), "class": type(model).__name__}

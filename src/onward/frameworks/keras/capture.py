@@ -9,11 +9,12 @@ import keras
 
 from onward.arguments import checked
 from onward.errors import UnsupportedError, first_line
-from onward.frameworks.keras.layer_graph import REGULARIZATION, LayerGraph, is_functional
+from onward.frameworks.keras.layer_graph import REGULARIZATION, LayerGraph, has_call, is_functional
 from onward.frameworks.keras.loss import Summand, read_loss
 from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
 from onward.frameworks.keras.probe import try_steps
 from onward.frameworks.keras.schedule import read_schedule
+from onward.frameworks.keras.train_steps import as_tensors, build, has_own_step
 from onward.model import Model
 from onward.recipe.spec import Spec
 from onward.run_state.state import ParameterGroup, RunState
@@ -43,50 +44,69 @@ def from_keras(
     if hasattr(model, "to_training_model"):
         restored: Model = model.to_training_model()
         return restored
-    _check_kind(model, example_inputs)
-    graph = LayerGraph(model, example_inputs)
-    methods = [
-        name for name in ("train_step", "compute_loss") if getattr(type(model), name) is not getattr(keras.Model, name)
-    ]
-    problems = [*graph.problems, *(f"it has a `{name}` of its own" for name in methods), *_types(model)]
-    problems += [] if approx else _sparse(model)
-    terms: list[Summand] = _gather(problems, lambda: read_loss(model, graph, example_targets), [])
-    rate = _gather(problems, lambda: read_schedule(model.optimizer), Rate(0.0))
-    recipe = _gather(problems, lambda: recipe_of(model.optimizer), {})
-    _gather(problems, lambda: row_of(model.optimizer), None)
+    _check_kind(model, example_inputs, example_targets)
+    graph = LayerGraph(model, example_inputs, example_targets)
+    problems = [*graph.problems, *_types(model)]
+    terms: list[Summand] = []
+    if graph.updates:
+        optimizers = [update.optimizer for update in graph.updates]
+    else:
+        optimizers = [model.optimizer]
+        terms = _gather(problems, lambda: read_loss(model, graph, example_targets), [])
+    problems += [] if approx else [problem for optimizer in optimizers for problem in _sparse(model, optimizer)]
+    rates = [_gather(problems, lambda o=o: read_schedule(o), Rate(0.0)) for o in optimizers]
+    recipes = [_gather(problems, lambda o=o: recipe_of(o), {}) for o in optimizers]
+    for optimizer in optimizers:
+        _gather(problems, lambda o=optimizer: row_of(o), None)
     if problems:
         raise UnsupportedError(
             f"the model `{model.name}` cannot be carried exactly: " + "; ".join(dict.fromkeys(problems)),
             hint="replace what is named, or export the forward pass and `onward.prepare` it",
         )
-    variables = [v for v in model.trainable_variables if graph.is_used(v)]
-    optimizer = model.optimizer
-    run = RunState(
-        model=graph.model(),
-        loss=[*(term.spec for term in terms), *([f"value:{REGULARIZATION}"] if graph.is_regularized else [])],
-        groups=_groups(optimizer, rate.lr, variables, graph),
-        state=state_of(optimizer, graph.names, variables),
-        step=int(optimizer.iterations),
-        schedule=rate.schedule,
-        clip=clip_of(optimizer),
-        recipe=recipe,
-    )
-    if probe:
-        try_steps(run, model, graph, terms, example_inputs, example_targets)
-    return to_training_model(run)
+    loss: list[Any] = [*(term.spec for term in terms), *([f"value:{REGULARIZATION}"] if graph.is_regularized else [])]
+    inference, training = graph.model(), None
+    for number, (optimizer, rate, recipe) in enumerate(zip(optimizers, rates, recipes, strict=True)):
+        learned = graph.updates[number].variables if graph.updates else model.trainable_variables
+        variables = [v for v in learned if graph.is_used(v)]
+        several = {"name": f"step{number + 1}", "append": bool(number)} if len(optimizers) > 1 else {}
+        run = RunState(
+            model=inference if training is None else training,
+            loss=[f"value:{graph.losses[graph.updates[number].loss]}"] if graph.updates else loss,
+            groups=_groups(optimizer, rate.lr, variables, graph),
+            state=state_of(optimizer, graph.names, variables),
+            step=int(optimizer.iterations),
+            schedule=rate.schedule,
+            clip=clip_of(optimizer),
+            recipe={**recipe, **several},
+        )
+        if probe and len(optimizers) == 1:
+            try_steps(run, model, graph, terms, example_inputs, example_targets)
+        training = to_training_model(run)
+    assert training is not None
+    return training
 
 
-def _check_kind(model: Any, example_inputs: Any) -> None:
+def _check_kind(model: Any, example_inputs: Any, example_targets: Any) -> None:
     if not isinstance(model, keras.Model) or getattr(model, "optimizer", None) is None:
         raise UnsupportedError("this is not a compiled Keras model", hint="call `model.compile(...)` first")
-    if is_functional(model):
+    own_step = has_own_step(model)
+    if is_functional(model) and not own_step:
         return
     if example_inputs is None:
         raise UnsupportedError(
-            f"the model `{model.name}` has its own `call`, or is not built, and no example is given",
+            f"the model `{model.name}` has Python code of its own, and no example is given",
             hint="give a batch: `onward.from_keras(model, images, example_targets=labels)`",
         )
-    model(keras.tree.map_structure(keras.ops.convert_to_tensor, example_inputs))  # creates the variables
+    if has_call(model):
+        model(as_tensors(example_inputs))  # creates the variables
+    if own_step:
+        try:
+            build(model, example_inputs, example_targets)
+        except Refused as reason:
+            raise UnsupportedError(
+                f"the model `{model.name}` cannot be carried exactly: its `train_step` {reason}",
+                hint="write it with `tf.GradientTape` and `optimizer.apply_gradients`",
+            ) from reason
 
 
 def _types(model: Any) -> list[str]:
@@ -97,13 +117,13 @@ def _types(model: Any) -> list[str]:
     return [f"layers compute in {', '.join(other)}, and losses in {keras.config.floatx()}"] if other else []
 
 
-def _sparse(model: Any) -> list[str]:
+def _sparse(model: Any, optimizer: Any) -> list[str]:
     """Return a problem if the optimizer is not linear in gradients of an Embedding, whose rows repeat."""
-    name = type(model.optimizer).__name__
+    name = type(optimizer).__name__
     tables = [
         layer.name for layer in model._flatten_layers() if type(layer).__name__ == "Embedding" and layer.trainable
     ]
-    is_linear = name in ("SGD", "Lion") and clip_of(model.optimizer) is None
+    is_linear = name in ("SGD", "Lion") and clip_of(optimizer) is None
     if not tables or is_linear or keras.backend.backend() != "tensorflow":
         return []
     return [f"{name} on TensorFlow squares or clips gradients of `{tables[0]}` token by token (`approx=True` adds up)"]

@@ -16,6 +16,7 @@ from onward.frameworks.formulas.graph_building import initializer, model_of, put
 from onward.frameworks.keras.layers import Call, LayerTensor, activations, core, find, recurrent, spatial
 from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.traced import TracedCall, Tracer, call_row
+from onward.frameworks.keras.train_steps import TracedStep, Update, has_own_step
 from onward.model import Model
 from onward.model.walk import ancestors
 from onward.standard import COMMON_OPSET
@@ -33,7 +34,7 @@ class LayerGraph:
     traced as a whole with `example_inputs`.
     """
 
-    def __init__(self, model: Any, example_inputs: Any = None):
+    def __init__(self, model: Any, example_inputs: Any = None, example_targets: Any = None):
         self.problems: list[str] = []
         self.graph = ir.Graph([], [], nodes=[], name=model.name, opset_imports={"": COMMON_OPSET})
         self.op = Builder(self.graph, opset=COMMON_OPSET, names=Names())
@@ -45,10 +46,20 @@ class LayerGraph:
         self._weights: dict[int, ir.Value] = {}
         self._tracer = Tracer(self.op, self._weight, model.variables)
         self._added: list[Expr] = []  # summands of the loss
+        self._ends: list[ir.Value] = []  # values that are needed, but no outputs
+        self.targets: list[LayerTensor] = []
+        """Inputs that only the losses of a `train_step` read."""
         self.masks: dict[str, Expr] = {}
         """Masks of outputs, by the name of the output."""
+        self.updates: Sequence[Update] = ()
+        """Updates of a `train_step` that is traced."""
+        self.losses: list[str] = []
+        """Names of the losses that it differentiates."""
         functional = functional_of(model)
-        if is_functional(model) and not _has_masks(functional):
+        if not has_call(model):
+            self.inputs = self._inputs(_argument_names(model, example_inputs), example_inputs)
+            results, names, self.structure = [], [], []
+        elif is_functional(model) and not _has_masks(functional):
             self.inputs = [self._input(x.name, x.shape, x.dtype) for x in model.inputs]
             results = self._functional(model, self.inputs)
             names, self.structure = functional.output_names, functional._outputs_struct
@@ -61,16 +72,36 @@ class LayerGraph:
         self.output_names = list(names)
         unique = map(Names().fresh, names)  # a layer may have several outputs
         self.outputs = [self._output(x, name) for x, name in zip(results, unique, strict=True)]
-        self.is_regularized = self._regularize(model.trainable_variables)
+        self.is_regularized = not has_own_step(model) and self._regularize(model.trainable_variables)
+        if has_own_step(model):
+            self._steps(model, example_inputs, example_targets)
+
+    def _steps(self, model: Any, x: Any, y: Any) -> None:
+        """Trace the `train_step` of a model. Its targets become inputs; losses are outputs if there are no others."""
+        leaves = [leaf for leaf in keras.tree.flatten(y) if leaf is not None]
+        names = ["target"] if len(leaves) == 1 else [f"target_{i}" for i in range(len(leaves))]
+        self.targets = self._inputs(names, leaves)
+        rest = iter(self.targets)
+        targets = keras.tree.map_structure(lambda leaf: None if leaf is None else next(rest), y)
+        step = TracedStep(model, keras.tree.pack_sequence_as(x, self.inputs), targets)
+        try:
+            results, _ = self._tracer.trace(step)
+        except Refused as reason:
+            self.problems.append(f"its `train_step` {reason}")
+            return
+        self.updates = step.updates
+        for number, result in enumerate(results):
+            name = "loss" if len(results) == 1 else f"loss{number + 1}"
+            if self.outputs:
+                loss = self.op.Identity(result.plain).like(result.plain.value).named(name)
+            else:
+                loss = put_out(self.op, result.plain, self.op.names.fresh(name))
+            self._ends.append(loss.value)
+            self.losses.append(loss.name)
 
     def _whole(self, model: Any, example: Any) -> tuple[list[LayerTensor], list[LayerTensor], Any]:
         """Return the inputs and results of a traced model, and the structure of the results."""
-        leaves = keras.tree.flatten(example)
-        names = _argument_names(model, example)
-        tensors = [
-            self._input(name, (None, *leaf.shape[1:]), keras.backend.standardize_dtype(leaf.dtype))
-            for name, leaf in zip(names, leaves, strict=True)
-        ]
+        tensors = self._inputs(_argument_names(model, example), example)
         call = TracedCall(model, ((keras.tree.pack_sequence_as(example, tensors),), {}))
         try:
             results, added = self._tracer.trace(call)
@@ -110,6 +141,12 @@ class LayerGraph:
         value = ir.Value(name=self.op.names.fresh(name), type=ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype))))
         self.graph.inputs.append(value)
         return LayerTensor(shape, plain=self.op(value))
+
+    def _inputs(self, names: Sequence[str], example: Any) -> list[LayerTensor]:
+        return [
+            self._input(name, (None, *leaf.shape[1:]), _dtype(leaf))
+            for name, leaf in zip(names, keras.tree.flatten(example), strict=True)
+        ]
 
     def _output(self, tensor: LayerTensor, name: str) -> LayerTensor:
         result = LayerTensor(tensor.shape, plain=put_out(self.op, tensor.plain, self.op.names.fresh(name)))
@@ -155,7 +192,6 @@ class LayerGraph:
         op = self.op.scoped(REGULARIZATION)
         terms = [term for v in variables if v.regularizer is not None for term in self._penalties(op, v)]
         terms += self._added
-        self._ends: list[ir.Value] = []
         if terms:
             total = op.Identity(terms[0] if len(terms) == 1 else op.Sum(*terms)).named(REGULARIZATION)
             total.value.type, total.value.shape = ir.TensorType(terms[0].dtype or ir.DataType.FLOAT), ir.Shape([])
@@ -184,6 +220,16 @@ def is_functional(model: Any) -> bool:
     return hasattr(functional, "_nodes_by_depth") and model.built and not own
 
 
+def has_call(model: Any) -> bool:
+    return is_functional(model) or type(model).call is not keras.Model.call
+
+
+def _dtype(leaf: Any) -> str:
+    """Return the type in which Keras takes an array."""
+    dtype = keras.backend.standardize_dtype(leaf.dtype)
+    return keras.config.floatx() if dtype == "float64" else dtype
+
+
 def _has_masks(functional: Any) -> bool:
     """True if a layer gets or makes a mask."""
     nodes = [node for nodes in functional._nodes_by_depth.values() for node in nodes]
@@ -197,7 +243,7 @@ def _argument_names(model: Any, example: Any) -> list[str]:
         return [x.name for x in model.inputs]
     if isinstance(example, Mapping):
         return [".".join(map(str, path)) for path, _ in keras.tree.flatten_with_path(example)]
-    first = next(iter(inspect.signature(model.call).parameters), "inputs")
+    first = next(iter(inspect.signature(model.call).parameters), "inputs") if has_call(model) else "inputs"
     count = len(keras.tree.flatten(example))
     return [first] if count == 1 else [f"{first}_{i}" for i in range(count)]
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import keras
 import numpy as np
+from keras.src.trainers.data_adapters.data_adapter_utils import pack_x_y_sample_weight
 
 from onward.agreement.inputs import example_inputs, generator
 from onward.agreement.steps import StepResult, compare_steps, without_dropout
@@ -17,6 +18,7 @@ from onward.agreement.tolerance import Arrays
 from onward.frameworks.keras.layer_graph import LayerGraph, functional_of
 from onward.frameworks.keras.loss import Summand, by_output
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
+from onward.frameworks.keras.train_steps import as_tensors, has_own_step
 from onward.run_state.state import RunState
 from onward.run_state.training_models import to_training_model
 
@@ -37,8 +39,10 @@ def try_steps(
         batches = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
     samples = len(batches[0][own[0]])
     has_targets = inputs is not None and len(examples) == len(graph.outputs)
+    fed = zip(graph.targets, keras.tree.flatten(targets), strict=False)
+    steps_targets = {x.plain.name: narrow(np.asarray(array)) for x, array in fed}
     batches = [
-        {**drawn, **{t.target: t.fit(examples[t.output]) if has_targets else t.draw(rng, samples) for t in terms}}
+        {**drawn, **steps_targets, **{t.target: t.fit(examples[t.output]) if has_targets else t.draw(rng, samples) for t in terms}}
         for drawn in batches
     ]
     still = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
@@ -46,7 +50,7 @@ def try_steps(
 
         def step(batch: Arrays) -> StepResult:
             x: Any = inputs if inputs is not None else _inputs(batch, model, graph)
-            y = targets if has_targets or (inputs is not None and not terms) else _targets(batch, graph, terms)
+            y = targets if has_targets or graph.updates else _targets(batch, graph, terms)
             return trial.step(x, y)
 
         compare_steps(still, batches, step, framework=f"Keras on {keras.backend.backend()}")
@@ -99,11 +103,33 @@ class Trial:
     def step(self, x: Any, y: Any) -> StepResult:
         model = self._model
         model.reset_metrics()
-        logs = model.train_on_batch(x, y, return_dict=True)
+        losses: list[Any] = []
+        if has_own_step(model):
+            with _losses_in(losses):
+                model.train_step(as_tensors(pack_x_y_sample_weight(x, y)))
+        else:
+            losses.append(model.train_on_batch(x, y, return_dict=True)["loss"])
         weights = dict(zip(self._names, map(array_of, model.variables), strict=True))
         named = dict(zip(map(id, model.variables), self._names, strict=True))
         trained = [named[id(v)] for v in model.optimizer._trainable_variables]
-        return StepResult(float(logs["loss"]), dict(zip(trained, self._gradients, strict=True)), weights)
+        gradients = dict(zip(trained, self._gradients, strict=True)) if self._gradients else {}
+        return StepResult(float(losses[0]), gradients, weights)
+
+
+@contextlib.contextmanager
+def _losses_in(losses: list[Any]) -> Iterator[None]:
+    """Add what is differentiated by variables to `losses`."""
+    import tensorflow as tf
+
+    differentiate = tf.GradientTape.gradient
+
+    def gradient(tape: Any, target: Any, sources: Any, *args: Any, **named: Any) -> Any:
+        if all(isinstance(x, keras.Variable | tf.Variable) for x in keras.tree.flatten(sources)):
+            losses.append(sum(float(tf.reduce_sum(x)) for x in keras.tree.flatten(target)))
+        return differentiate(tape, target, sources, *args, **named)
+
+    with mock.patch.object(tf.GradientTape, "gradient", gradient):
+        yield
 
 
 @contextlib.contextmanager

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 import keras
-import numpy as np
 import onnx_ir as ir
 from keras.src.ops.operation import Operation
 
@@ -22,7 +21,7 @@ from onward.build import Builder, Expr
 from onward.errors import Error, first_line
 from onward.frameworks.formulas.graph_building import initializer
 from onward.frameworks.keras.layers import Call, LayerTensor, accepted_arguments, find
-from onward.frameworks.keras.optimizer import array_of
+from onward.frameworks.keras.train_steps import TracedStep
 from onward.frameworks.randomness import refuse_random_draws
 from onward.model.walk import ancestors
 from onward.recipe.step_builder import in_training
@@ -75,7 +74,7 @@ class Tracer:
         self._weight = weight
         self._variables = variables
 
-    def trace(self, call: TracedCall) -> tuple[list[LayerTensor], list[Expr]]:
+    def trace(self, call: TracedCall | TracedStep) -> tuple[list[LayerTensor], list[Expr]]:
         """Return the results of a call, and the summands that it adds to the loss."""
         op = self._op.scoped(getattr(call.operation, "name", "call"))
         results = self._results(op, call, True)
@@ -93,7 +92,7 @@ class Tracer:
                 results = [*joined, *results[call.count :]]
         return results[: call.count], [x.plain for x in results[call.count :]]
 
-    def _results(self, op: Builder, call: TracedCall, training: bool) -> list[LayerTensor]:
+    def _results(self, op: Builder, call: TracedCall | TracedStep, training: bool) -> list[LayerTensor]:
         backend = keras.backend.backend()
         if backend != "tensorflow":
             raise Refused(f"is not traced on {backend}, but on TensorFlow")
@@ -104,7 +103,7 @@ class Tracer:
         except Exception as error:  # of the backend, or of the layer
             raise Refused(f"cannot be traced: {first_line(error)}") from error
 
-    def _from_tensorflow(self, op: Builder, call: TracedCall, training: bool) -> list[LayerTensor]:
+    def _from_tensorflow(self, op: Builder, call: TracedCall | TracedStep, training: bool) -> list[LayerTensor]:
         import tensorflow as tf
 
         from onward.frameworks.tensorflow.graph import Resource, Translator, unwrapped
@@ -121,7 +120,7 @@ class Tracer:
         for tensor in function.captured_inputs:
             if tensor.dtype != tf.resource:
                 captured.append(op.constant(tensor.numpy()))
-            elif (variable := by_handle.get(id(tensor))) is not None and not _is_seed(variable):
+            elif (variable := by_handle.get(id(tensor))) is not None and "seed_generator" not in variable.path:
                 captured.append(Resource(self._weight(variable).value))
             else:
                 others[id(tensor)] = value = _other(op, function, tensor)
@@ -131,8 +130,7 @@ class Tracer:
         plain = [unwrapped(x) for x in results]
         if obstacles := translator.obstacles(x.value for x in plain):
             raise Refused("; ".join(obstacles))
-        seeds = [value for value in translator.updates if value in others.values()]
-        for value in seeds:
+        for value in [value for value in translator.updates if value in others.values()]:
             del translator.updates[value]
         if translator.updates:
             keep_averages(op, translator)
@@ -141,10 +139,6 @@ class Tracer:
             x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=op(x.value))
             for x, shape in zip(results, shapes, strict=True)
         ]
-
-
-def _is_seed(variable: Any) -> bool:
-    return "seed_generator" in variable.path
 
 
 def _other(op: Builder, function: Any, handle: Any) -> ir.Value:

@@ -24,6 +24,7 @@ from onward.engines.torch.layers import batch_normalization
 from onward.engines.torch.types import CODES
 from onward.model import Model, load
 from onward.options import Variance
+from onward.recipe.step_builder import in_training
 from onward.transform.float_type import convert_floats
 
 
@@ -34,6 +35,7 @@ class Live(Torch):
         super().__init__(str(device))
         normalize = functools.partial(_batch_normalization, statistics, of_all_processes)
         self.operators["BatchNormalization"] = normalize
+        self.operators["onward.InTraining"] = lambda inference, training: inference  # see `_train`
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -220,5 +222,7 @@ def _train(model: Model, switched: Collection[str]) -> None:
         if node.op_type == "Dropout" and node.domain == "":
             node.resize_inputs(3)
             node.replace_input_with(2, on)
+        elif node.op_type == in_training.name and node.domain:
+            node.outputs[0].replace_all_uses_with(node.inputs[1], replace_graph_outputs=True)
         elif node.name in switched:
             node.attributes.add(ir.AttrInt64("training_mode", 1))

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import onnx_ir as ir
 
@@ -116,9 +117,15 @@ class Call:
         return dataclasses.replace(self, layer=layer)
 
 
+OPERATIONS = {"Add", "Subtract", "Multiply", "Divide", "TrueDivide", "Maximum", "Minimum"}
+"""Names that a layer has and a function of `keras.ops`, which is not called with a list."""
+
+
 def find(layer: Any) -> Function | None:
     """Return the row of a layer or operation of Keras; None for a subclass of another package."""
-    return ROWS.get(type(layer).__name__) if type(layer).__module__.startswith("keras.") else None
+    name, is_layer = type(layer).__name__, isinstance(layer, keras.layers.Layer)
+    is_own = type(layer).__module__.startswith("keras.")
+    return ROWS.get(name) if is_own and (is_layer or name in OPERATIONS) else None
 
 
 def accepted_arguments(function: Function, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -117,6 +117,7 @@ def merge(c: Call, *operands: Any) -> LayerTensor | Expr:
         c.refuse_unless(len({x.rank for x in tensors}) == 1, "joins tensors of different ranks")
         return elementwise(lambda *values: reduce(function, values), *tensors)
     a, b = tensors
+    c.refuse_unless(np.ndim(b if isinstance(a, LayerTensor) else a) == 0, "joins a tensor with an array")
     if isinstance(a, LayerTensor):
         return a.map(lambda e: function(e, c.op.scalar(float(b), e)))
     return b.map(lambda e: function(c.op.scalar(float(a), e), e))
