@@ -2,7 +2,7 @@
 
     python benchmarks/examples/keras_script.py examples/vision/mnist_convnet.py
 
-Built-in data sets become small random arrays, and modules for plots do nothing. Prints a JSON object.
+Built-in data sets become random arrays, and modules for plots do nothing. Prints a JSON object.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from side_keras import Objects
 
 from zoo import EXACT, compare_routes
 
-SAMPLES = 300
-"""Of each data set."""
+SAMPLES = 50_000, 10_000
+"""For training and for tests: scripts cut their own parts."""
 ROWS = 8
 """Of the batch."""
 ROUTES = ("onnxruntime", "torch")
@@ -58,7 +58,7 @@ def images(size: tuple[int, ...], classes: int, column: bool) -> Any:
         shape = (lambda n: (n, 1)) if column else (lambda n: (n,))
         return tuple(
             (rng.integers(0, 256, (n, *size), dtype=np.uint8), rng.integers(0, classes, shape(n)).astype(np.uint8))
-            for n in (SAMPLES, SAMPLES // 3)
+            for n in SAMPLES
         )
 
     return load_data
@@ -73,7 +73,7 @@ def sequences(classes: int) -> Any:
             lists[:] = [[1, *rng.integers(4, num_words or 1000, rng.integers(20, 200)).tolist()] for _ in range(n)]
             return lists, rng.integers(0, classes, n)
 
-        return rows(SAMPLES), rows(SAMPLES // 3)
+        return rows(SAMPLES[0] // 2), rows(SAMPLES[0] // 2)
 
     return load_data
 
@@ -81,7 +81,7 @@ def sequences(classes: int) -> Any:
 def columns(width: int) -> Any:
     def load_data(*_: Any, **__: Any) -> Any:
         rng = np.random.default_rng(0)
-        return tuple((rng.random((n, width), np.float32), rng.random(n, np.float32)) for n in (SAMPLES, SAMPLES // 3))
+        return tuple((rng.random((n, width), np.float32), rng.random(n, np.float32)) for n in (400, 100))
 
     return load_data
 
@@ -156,19 +156,22 @@ def intercept() -> tuple[Any, Any]:
 
 
 def tried(model: Any, x: Any, y: Any) -> dict[str, Any]:
-    begun = time.time()
+    begun, options = time.time(), {}
 
     def run() -> Any:
         try:
-            return side_keras.run(Objects(model, x, y))
+            return side_keras.run(Objects(model, x, y, options=options))
         except Exception:
             traceback.print_exc()
             raise
 
     outcomes = compare_routes(run, ROUTES)
+    if "`approx=True`" in outcomes.get("capture", ("", ""))[1]:
+        options["approx"] = True
+        outcomes = compare_routes(run, ROUTES)
     bad = {route: ": ".join(outcome) for route, outcome in outcomes.items() if outcome[0] != EXACT}
     kind = "exact" if not bad else next(iter(outcomes[route][0] for route in bad))
-    return {"outcome": kind, "reason": bad, "seconds": round(time.time() - begun, 1), "class": type(model).__name__}
+    return {"outcome": kind, "reason": bad, "seconds": round(time.time() - begun, 1), **options}
 
 
 def main() -> dict[str, Any]:

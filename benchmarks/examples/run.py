@@ -3,7 +3,7 @@
     python benchmarks/examples/run.py ~/keras-io/examples                 # a checkout of keras.io's examples
     python benchmarks/examples/run.py ~/keras-io/examples --only vision   # scripts whose path has this text
 
-A script runs up to its first `fit`, with small random arrays for the built-in data sets. Its model goes through
+A script runs up to its first `fit`, with random arrays for the built-in data sets. Its model goes through
 `from_keras`, and makes three steps in Keras, on ONNX Runtime and in PyTorch. Scripts that download something, import a
 package that is missing, or call no `fit` are skipped with the reason. Outcomes are stored in outcomes.json.
 """

@@ -41,19 +41,14 @@ def run(objects: Objects) -> Run:
 
     with mock.patch.object(capture, "to_training_model", without_random_numbers):
         training = onward.from_keras(model, objects.inputs, example_targets=objects.targets, **objects.options)
-    inputs = [_narrow(x) for x in keras.tree.flatten(objects.inputs)]
-    batch = {value.name: x for value, x in zip(training.inputs, inputs, strict=True)}
+    inputs = zip(training.inputs, keras.tree.flatten(objects.inputs), strict=True)
+    batch = {value.name: np.asarray(x).astype(value.dtype.numpy()) for value, x in inputs}
     declared = {value.name: value for value in training.step().algorithm.inputs}
     names = targets_of(training)
     targets = keras.tree.flatten(objects.targets) if names else []
     batch |= {name: _fit(x, declared[name]) for name, x in zip(names, targets, strict=True)}
     losses, weights = _steps(objects, training, 0)
     return Run(training, batch, losses, weights, [_steps(objects, training, 1 + seed) for seed in range(NUDGES)])
-
-
-def _narrow(x: Any) -> np.ndarray:
-    array = np.asarray(x)
-    return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def _fit(target: Any, declared: Any) -> np.ndarray:

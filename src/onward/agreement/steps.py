@@ -42,9 +42,9 @@ LOSS = "the loss"
 _SHAKE = 1e-6
 """Relative perturbation of weights, as large as the rounding of float32 sums of many terms."""
 _SENSITIVE = Tolerance.relative / 20
-"""A value that a perturbation moves further than this is not compared."""
+"""Relative change by a perturbation beyond which a value is not compared."""
 _BEYOND_DOUBT = 10
-"""Gradients differ if they are this many times further apart than a perturbation moves them."""
+"""Values differ if they are this many times further apart than a perturbation moves them."""
 _SHAKES = 12
 """Number of perturbations: a ReLU that rounding switches moves all gradients before it (by up to a fifth in MobileNet
 with batches of 8), and only some perturbations switch it."""
@@ -95,10 +95,14 @@ def compare_steps(
                 compare(actual, expected, ignored=noise, when=f"after step {number} ")
             except MismatchError as error:
                 mismatch = error
-                for uncertain in _follow_last_digits(model, options, done, actual):
-                    if number > 1 and LOSS in uncertain:
+                for moved in _follow_last_digits(model, options, done, actual):
+                    if number > 1 and moved[LOSS] > _SENSITIVE:
                         return
-                    certain = {name: x for name, x in expected.items() if name == LOSS or name not in uncertain}
+                    certain = {
+                        name: x
+                        for name, x in expected.items()
+                        if name == LOSS or name not in moved or _is_certain(actual[name], x, moved[name])
+                    }
                     try:
                         compare(actual, certain, ignored=noise, when=f"after step {number} ")
                         break
@@ -145,14 +149,19 @@ def _compare_gradients(
     raise mismatch
 
 
+def _is_certain(ours: np.ndarray, theirs: np.ndarray, moved: float) -> bool:
+    """True if a difference says something about a value that perturbed weights move so far."""
+    return moved <= _SENSITIVE and distance(ours, theirs) > _BEYOND_DOUBT * moved
+
+
 def _follow_last_digits(
     model: Model, options: dict[str, Any], batches: Sequence[Arrays], found: Arrays
-) -> Iterator[set[str]]:
-    """Yield the names that perturbed weights have moved so far: in deep networks differences grow."""
-    uncertain: set[str] = set()
+) -> Iterator[dict[str, float]]:
+    """Yield how far perturbed weights have moved each value so far: in deep networks differences grow."""
+    moved = dict.fromkeys(found, 0.0)
     for other in steps_with_other_last_digits(model, options, batches):
-        uncertain |= {name for name, array in found.items() if distance(array, other[name]) > _SENSITIVE}
-        yield uncertain
+        moved = {name: max(moved[name], distance(array, other[name])) for name, array in found.items()}
+        yield moved
 
 
 def steps_with_other_last_digits(

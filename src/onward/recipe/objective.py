@@ -213,8 +213,12 @@ def _named(
 def _custom(
     builder: StepBuilder, term: Term, prediction: Expr, trained: Mapping[ir.Value, ir.Value]
 ) -> tuple[Expr, list[str]]:
-    """Append a loss model or function. Its inputs are outputs of the model by name, or new inputs."""
+    """Append a loss model or function.
+
+    Its inputs are outputs of the model by name, other values as `value:NAME`, or new inputs.
+    """
     outputs = {value.name: trained.get(value, value) for value in builder.model.outputs if value.name}
+    outputs |= {f"{_EXISTING}:{v.name}": trained.get(v, v) for v in values(builder.model.graph) if v.name}
     added: list[str] = []
 
     def sources(names: Sequence[str], declared: Sequence[tuple[ir.DataType | None, ir.Shape | None]]) -> list[ir.Value]:
@@ -236,9 +240,9 @@ def _custom(
     if not isinstance(custom, ir.Function) and type(custom).__name__ != "FunctionProto":
         loss = add_prefix(convert_opset(load(custom), builder.model.opset), "loss/")
         names = [(value.name or "").removeprefix("loss/") for value in loss.inputs]
-        values = sources(names, [(value.dtype, value.shape) for value in loss.inputs])
+        arguments = sources(names, [(value.dtype, value.shape) for value in loss.inputs])
         output = loss.outputs[0]
-        embed(builder, loss, dict(zip(loss.inputs, values, strict=True)))
+        embed(builder, loss, dict(zip(loss.inputs, arguments, strict=True)))
         if output.producer() is None:
             raise RecipeError("the loss model computes nothing")
         return prediction.op(output), added

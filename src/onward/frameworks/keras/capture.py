@@ -53,7 +53,7 @@ def from_keras(
     else:
         optimizers = [model.optimizer]
         terms = _gather(problems, lambda: read_loss(model, graph, example_targets), [])
-    problems += [] if approx else [problem for optimizer in optimizers for problem in _sparse(model, optimizer)]
+    problems += [] if approx or problems else [problem for optimizer in optimizers for problem in _sparse(model, optimizer, graph)]
     rates = [_gather(problems, lambda o=o: read_schedule(o), Rate(0.0)) for o in optimizers]
     recipes = [_gather(problems, lambda o=o: recipe_of(o), {}) for o in optimizers]
     for optimizer in optimizers:
@@ -117,16 +117,15 @@ def _types(model: Any) -> list[str]:
     return [f"layers compute in {', '.join(other)}, and losses in {keras.config.floatx()}"] if other else []
 
 
-def _sparse(model: Any, optimizer: Any) -> list[str]:
+def _sparse(model: Any, optimizer: Any, graph: LayerGraph) -> list[str]:
     """Return a problem if the optimizer is not linear in gradients of an Embedding, whose rows repeat."""
     name = type(optimizer).__name__
-    tables = [
-        layer.name for layer in model._flatten_layers() if type(layer).__name__ == "Embedding" and layer.trainable
-    ]
+    tables = [layer for layer in model._flatten_layers() if type(layer).__name__ == "Embedding" and layer.trainable]
+    repeating = [layer.name for layer in tables if graph.may_repeat(layer.embeddings)]
     is_linear = name in ("SGD", "Lion") and clip_of(optimizer) is None
-    if not tables or is_linear or keras.backend.backend() != "tensorflow":
+    if not repeating or is_linear or keras.backend.backend() != "tensorflow":
         return []
-    return [f"{name} on TensorFlow squares or clips gradients of `{tables[0]}` token by token (`approx=True` adds up)"]
+    return [f"{name} on TensorFlow squares or clips gradients of `{repeating[0]}` token by token (`approx=True` adds up)"]
 
 
 def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:

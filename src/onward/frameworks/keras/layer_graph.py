@@ -18,8 +18,11 @@ from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.traced import TracedCall, Tracer, call_row
 from onward.frameworks.keras.train_steps import TracedStep, Update, has_own_step
 from onward.model import Model
-from onward.model.walk import ancestors
+from onward.model.core import values
+from onward.model.walk import ancestors, is_random
+from onward.runtime.sessions import evaluate
 from onward.standard import COMMON_OPSET
+from onward.transform.training import keep_only
 from onward.vocabulary.keras import Refused
 
 ROWS_OF_LAYERS = (activations, core, recurrent, spatial)
@@ -46,11 +49,11 @@ class LayerGraph:
         self._weights: dict[int, ir.Value] = {}
         self._tracer = Tracer(self.op, self._weight, model.variables)
         self._added: list[Expr] = []  # summands of the loss
-        self._ends: list[ir.Value] = []  # values that are needed, but no outputs
+        self.ends: list[ir.Value] = []  # values that are needed, but no outputs
         self.targets: list[LayerTensor] = []
         """Inputs that only the losses of a `train_step` read."""
-        self.masks: dict[str, Expr] = {}
-        """Masks of outputs, by the name of the output."""
+        self.masks: dict[int, Expr] = {}
+        """Masks by the index of the output."""
         self.updates: Sequence[Update] = ()
         """Updates of a `train_step` that is traced."""
         self.losses: list[str] = []
@@ -96,7 +99,7 @@ class LayerGraph:
                 loss = self.op.Identity(result.plain).like(result.plain.value).named(name)
             else:
                 loss = put_out(self.op, result.plain, self.op.names.fresh(name))
-            self._ends.append(loss.value)
+            self.ends.append(loss.value)
             self.losses.append(loss.name)
 
     def _whole(self, model: Any, example: Any) -> tuple[list[LayerTensor], list[LayerTensor], Any]:
@@ -110,7 +113,9 @@ class LayerGraph:
                 f"the model `{model.name}` cannot be carried exactly: {reason}",
                 hint="compute with `keras.ops` and layers of Keras",
             ) from reason
-        self._added += added
+        self.masks = dict(zip(call.masked, added, strict=False))
+        self.ends += [mask.value for mask in self.masks.values()]
+        self._added += added[len(self.masks) :]
         return tensors, results, call.structure
 
     def model(self) -> Model:
@@ -119,7 +124,7 @@ class LayerGraph:
 
     def _remove_unused(self) -> None:
         """Drop what neither an output nor the penalty needs."""
-        ends = [x.plain.value for x in self.outputs] + self._ends
+        ends = [x.plain.value for x in self.outputs] + self.ends
         needed, read = ancestors(ends)
         self.graph.remove([node for node in self.graph if node not in needed], safe=False)
         for name, value in list(self.graph.initializers.items()):
@@ -141,6 +146,25 @@ class LayerGraph:
         value = ir.Value(name=self.op.names.fresh(name), type=ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype))))
         self.graph.inputs.append(value)
         return LayerTensor(shape, plain=self.op(value))
+
+    def may_repeat(self, table: Any) -> bool:
+        """True if a row of a table may be read twice: other indices than different constants."""
+        weight = self._weights.get(id(table))
+        for reader in () if weight is None else weight.consumers():
+            indices = reader.inputs[1] if reader.op_type == "Gather" else None
+            numbers = None if indices is None else self._constant(indices)
+            if numbers is None or len(np.unique(numbers)) < numbers.size:
+                return True
+        return False
+
+    def _constant(self, value: ir.Value) -> np.ndarray | None:
+        """Return what a value is for any input; None if it depends on one."""
+        nodes, read = ancestors([value])
+        if any(x.producer() is None for x in read) or any(map(is_random, nodes)):
+            return None
+        model = model_of(self.graph, self.op.functions.values()).copy()
+        keep_only(model, [x for x in values(model.graph) if x.name == value.name])
+        return evaluate(model)[0]
 
     def _inputs(self, names: Sequence[str], example: Any) -> list[LayerTensor]:
         return [
@@ -172,13 +196,14 @@ class LayerGraph:
         reason: Refused | None = None
         if find(layer) is not None and getattr(layer, "activity_regularizer", None) is None:
             try:
-                call = Call(self.op.scoped(layer.name), layer, shapes[0], self._weight)
-                return call_row(call, arguments, dict(named), shapes)
+                c = Call(self.op.scoped(layer.name), layer, shapes[0], self._weight)
+                return call_row(c, arguments, dict(named), shapes)
             except Refused as refusal:
                 reason = refusal
         try:
-            results, added = self._tracer.trace(TracedCall(layer, (tuple(arguments), named)))
-            self._added += added
+            call = TracedCall(layer, (tuple(arguments), named))
+            results, added = self._tracer.trace(call)
+            self._added += added[len(call.masked) :]
             return results
         except Refused as refusal:
             self.problems.append(f"{type(layer).__name__} `{layer.name}` {reason or refusal}")
@@ -195,7 +220,7 @@ class LayerGraph:
         if terms:
             total = op.Identity(terms[0] if len(terms) == 1 else op.Sum(*terms)).named(REGULARIZATION)
             total.value.type, total.value.shape = ir.TensorType(terms[0].dtype or ir.DataType.FLOAT), ir.Shape([])
-            self._ends.append(total.value)
+            self.ends.append(total.value)
         return bool(terms)
 
     def _penalties(self, op: Builder, variable: Any) -> list[Expr]:

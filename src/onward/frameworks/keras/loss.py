@@ -38,7 +38,7 @@ class Summand:
     def fit(self, target: Any) -> np.ndarray:
         """Return a target as the training model takes it: Keras adds and drops a last axis of size 1."""
         array = np.asarray(target)
-        array = array.astype(np.float32) if array.dtype.kind == "f" else array
+        array = array.astype(np.float32) if array.dtype.kind in "fb" else array
         if array.ndim == self.rank + 1 and array.shape[-1] == 1:
             return array[..., 0]
         return array[..., None] if array.ndim == self.rank - 1 else array
@@ -90,8 +90,8 @@ def _term(
     name = getattr(function, "__name__", type(loss).__name__)
     output = graph.outputs[index]
     is_row = function is not None and function.__module__.startswith("keras.") and name in LOSSES
-    if not is_row or (loss.reduction != "sum" and loss.reduction not in _MEANS):
-        return _traced(index, loss, weight, output, taken, examples.get(index))
+    if index in graph.masks or not is_row or (loss.reduction != "sum" and loss.reduction not in _MEANS):
+        return _traced(index, loss, weight, graph, taken, examples.get(index))
     row, is_sum = LOSSES[name], loss.reduction == "sum"
     parameters = inspect.signature(function).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -100,12 +100,13 @@ def _term(
     try:
         read = row.read(options, Prediction(output.rank, on is not None, keras.config.epsilon()))
     except Refused:
-        return _traced(index, loss, weight, output, taken, examples.get(index))
+        return _traced(index, loss, weight, graph, taken, examples.get(index))
     if is_sum and row.by_element:  # Keras sums the means along the last axis, a recipe sums all
         if output.shape[-1] is None:
             raise Refused(f"loss {name} sums over an axis of unknown size")
         weight /= output.shape[-1]
     prediction = (on or output).plain.value
+    graph.ends.append(prediction)
     target = _target_name("labels" if row.draws == "labels" else "target", prediction, taken)
     if read is None:
         spec: Any = _formula(row, options, prediction, output, target, "sum" if is_sum else "mean", weight)
@@ -123,13 +124,14 @@ def _target_name(name: str, prediction: ir.Value, taken: set[str]) -> str:
     return target
 
 
-def _traced(index: int, loss: Any, weight: float, output: LayerTensor, taken: set[str], example: Any) -> Summand:
+def _traced(index: int, loss: Any, weight: float, graph: LayerGraph, taken: set[str], example: Any) -> Summand:
     """Return a loss without a row, as a traced graph."""
     backend, name = keras.backend.backend(), getattr(getattr(loss, "fn", loss), "__name__", type(loss).__name__)
     if backend != "tensorflow":
         raise Refused(f"loss {name} has no counterpart, and is not traced on {backend}, but on TensorFlow")
     from onward.frameworks.tensorflow.capture import export_function
 
+    output, mask = graph.outputs[index], graph.masks.get(index)
     prediction = output.plain.value
     assert prediction.dtype is not None
     shape, dtype = output.shape, str(prediction.dtype.numpy())
@@ -138,15 +140,24 @@ def _traced(index: int, loss: Any, weight: float, output: LayerTensor, taken: se
         shape = (None, *array.shape[1:])
         dtype = "int64" if array.dtype.kind in "iub" else dtype
     examples = [keras.KerasTensor(output.shape, str(prediction.dtype.numpy())), keras.KerasTensor(shape, dtype)]
+    if mask is not None:
+        examples.append(keras.KerasTensor([None, *output.shape[1 : len(mask.value.shape)]], "bool"))  # type: ignore[arg-type]
+
+    def compute(prediction: Any, target: Any, *masks: Any) -> list[Any]:
+        for each in masks:
+            keras.src.backend.set_keras_mask(prediction, each)
+        return [keras.ops.sum(loss(target, prediction)) * weight]
+
     try:
-        graph = export_function(lambda p, t: [keras.ops.sum(loss(t, p)) * weight], examples)
+        loss_graph = export_function(compute, examples)
     except (UnsupportedError, TypeError, ValueError) as error:
         raise Refused(f"loss {name} cannot be traced: {first_line(error)}") from error
     target = _target_name("target", prediction, taken)
-    for value, new in zip(graph.inputs, (prediction.name, target), strict=True):
+    names = [prediction.name, target, *([] if mask is None else [f"value:{mask.value.name}"])]
+    for value, new in zip(loss_graph.inputs, names, strict=True):
         value.name = new
     draw = functools.partial(_draw, "labels" if dtype == "int64" else "positive", output.shape)
-    return Summand(index, {prediction.name: graph}, target, draw, len(shape))
+    return Summand(index, {prediction.name: loss_graph}, target, draw, len(shape))
 
 
 def _logits(output: LayerTensor, options: Mapping[str, Any]) -> LayerTensor | None:

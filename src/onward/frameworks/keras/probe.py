@@ -33,8 +33,8 @@ def try_steps(
     own = [x.plain.name for x in graph.inputs]
     examples = by_output(targets, graph)
     if inputs is not None:
-        arrays = [np.asarray(x) for x in keras.tree.flatten(inputs)]
-        batches = [dict(zip(own, map(narrow, arrays), strict=True))] * _STEPS
+        leaves = zip(graph.inputs, keras.tree.flatten(inputs), strict=True)
+        batches = [{x.plain.name: np.asarray(leaf).astype(x.plain.dtype.numpy()) for x, leaf in leaves}] * _STEPS
     else:
         batches = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
     samples = len(batches[0][own[0]])

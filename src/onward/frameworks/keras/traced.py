@@ -39,9 +39,13 @@ class TracedCall:
         self.tensors = [x for x in keras.tree.flatten(arguments) if isinstance(x, LayerTensor)]
         self.structure: Any = None
         """Results, as numbers among those of the call."""
+        self.count = 0
+        """Number of results."""
+        self.masked: list[int] = []
+        """Results with a mask, which follows them."""
 
     def __call__(self, tensors: Sequence[Any], training: bool) -> list[Any]:
-        """Return the results, then the summands that layers add to the loss."""
+        """Return the results, then the masks of some, then the summands that layers add to the loss."""
         rest = iter(tensors)
         args, named = keras.tree.map_structure(
             lambda x: next(rest) if isinstance(x, LayerTensor) else x, self.arguments
@@ -56,8 +60,11 @@ class TracedCall:
         self.structure = keras.tree.pack_sequence_as(outputs, list(range(len(results))))
         inner = [*layer._flatten_layers(), layer] if is_layer else []
         added = [x for each in {id(each): each for each in inner}.values() for x in each._losses]
+        masks = {i: keras.src.backend.get_keras_mask(x) for i, x in enumerate(results)}
+        masks = {i: mask for i, mask in masks.items() if mask is not None}
+        self.masked = list(masks)
         self.count = len(results)
-        return [*map(keras.ops.convert_to_tensor, results), *map(keras.ops.sum, added)]
+        return [*map(keras.ops.convert_to_tensor, results), *masks.values(), *map(keras.ops.sum, added)]
 
     @property
     def has_modes(self) -> bool:
@@ -110,8 +117,9 @@ class Tracer:
         from onward.frameworks.tensorflow.running_averages import keep_averages
 
         calls: dict[str, Any] = {}
+        keras.src.random.seed_generator.global_seed_generator()  # its first use draws from Python
         specs = [tf.TensorSpec(x.shape, x.plain.dtype.numpy()) for x in call.tensors]  # type: ignore[union-attr]
-        with refuse_random_draws("the model"), _layers_as_functions(calls, self._weight):
+        with refuse_random_draws("the model"), _layers_as_functions(calls, self._weight, training):
             function = tf.function(lambda *tensors: call(tensors, training)).get_concrete_function(*specs)
         translator = Translator(calls)
         by_handle = {id(v.value.handle): v for v in self._variables if hasattr(v.value, "handle")}
@@ -150,7 +158,7 @@ def _other(op: Builder, function: Any, handle: Any) -> ir.Value:
 
 
 @contextlib.contextmanager
-def _layers_as_functions(calls: dict[str, Any], weight: Weight) -> Iterator[None]:
+def _layers_as_functions(calls: dict[str, Any], weight: Weight, training: bool) -> Iterator[None]:
     """Trace the calls of layers with a row as functions of their own; fill `calls` with the rows."""
     import tensorflow as tf
 
@@ -162,6 +170,9 @@ def _layers_as_functions(calls: dict[str, Any], weight: Weight) -> Iterator[None
         if not isinstance(layer, keras.layers.Layer) or find(layer) is None or not tensors:
             return plainly(layer, *args, **named)
 
+        modes = [x for x in args if isinstance(x, bool)]  # `training` as a positional argument
+        is_frozen = training and layer._call_has_training_arg and not (named.get("training") or any(modes))
+
         def refilled(values: Iterator[Any]) -> Any:
             return keras.tree.map_structure(lambda x: next(values) if tf.is_tensor(x) else x, (args, named))
 
@@ -170,10 +181,16 @@ def _layers_as_functions(calls: dict[str, Any], weight: Weight) -> Iterator[None
             return plainly(layer, *inner_args, **inner_named)
 
         body.__name__ = f"row{len(calls)}of"
-        calls[body.__name__] = functools.partial(_by_row, layer, refilled, len(tensors), weight)
+        calls[body.__name__] = functools.partial(_by_row, layer, refilled, len(tensors), weight, is_frozen)
         return tf.function(body, autograph=False)(*tensors)
 
-    with mock.patch.object(Operation, "__call__", call):
+    loop = keras.src.backend.rnn
+
+    def rnn(*args: Any, **named: Any) -> Any:
+        """Keep the outputs of all times: a list that is overwritten has no counterpart, one that grows has."""
+        return loop(*args, **{**named, "return_all_outputs": True})
+
+    with mock.patch.object(Operation, "__call__", call), mock.patch.object(keras.src.backend, "rnn", rnn):
         yield
 
 
@@ -182,6 +199,7 @@ def _by_row(
     refilled: Callable[[Iterator[Any]], Any],
     count: int,
     weight: Weight,
+    is_frozen: bool,
     op: Builder,
     inputs: Sequence[Any],
     node: Any,
@@ -192,8 +210,9 @@ def _by_row(
     ]
     shapes = [x.shape.as_list() for x in node.operation.outputs]
     args, named = refilled(iter(tensors))
+    args = [x for x in args if not isinstance(x, bool)]
     try:
-        return call_row(Call(op.scoped(layer.name), layer, tuple(shapes[0]), weight), args, named, shapes)
+        return call_row(Call(op.scoped(layer.name), layer, tuple(shapes[0]), weight, is_frozen), args, named, shapes)
     except Refused:
         return None
 

@@ -104,6 +104,7 @@ class Call:
     layer: Any
     shape: Shape  # of the first result
     weight: Callable[[Any], Expr]  # from a variable to its initializer
+    is_frozen: bool = False  # True if the layer is in inference mode in training, too
 
     def refuse_unless(self, condition: bool, reason: str) -> None:
         if not condition:

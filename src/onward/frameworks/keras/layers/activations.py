@@ -111,6 +111,8 @@ def relu(c: Call, x: LayerTensor) -> LayerTensor:
 def dropout(c: Call, x: LayerTensor) -> LayerTensor | Expr:
     """Drop elements, or whole slices by dropping ones of their common shape."""
     ratio = np.float32(c.layer.rate)
+    if c.is_frozen:
+        return x
     shape = _noise_shape(c, x)
     if shape is None:
         return x.map(lambda e: c.op.Dropout(e, ratio))

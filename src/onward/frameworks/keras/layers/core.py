@@ -177,7 +177,7 @@ def multi_head_attention(
         lower = op.Trilu(op.filled_like(scores.value, 1.0), upper=0)
         scores = op.Where(lower > 0.0, scores, _MASKED)
     weights = op.Softmax(scores, axis=-1)
-    if layer.dropout:
+    if layer.dropout and not c.is_frozen:
         weights = op.Dropout(weights, np.float32(layer.dropout))
     context, projection = op.Transpose(weights @ v, perm=[0, 2, 1, 3]), layer.output_dense
     heads, size, width = projection.kernel.shape
@@ -206,6 +206,8 @@ def batch_normalization(c: Call, x: LayerTensor) -> LayerTensor:
     c.refuse_unless(not layer.renorm if hasattr(layer, "renorm") else True, "renormalizes")
     last = axis == x.rank - 1
     mean, variance = c.weight(layer.moving_mean), c.weight(layer.moving_variance)
+    if c.is_frozen:  # see `is_switchable`
+        mean, variance = (c.op.Identity(x).like(x.value) for x in (mean, variance))
     y = c.op.BatchNormalization(
         x.moved if last else x.plain,
         _scale(c, mean, layer.gamma, 1.0),

@@ -144,21 +144,33 @@ UNIFORM = ("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2"
 
 
 @operators.define(*UNIFORM)
-def uniform(op, shape, *_, dtype):
+def uniform(op, shape, *_, dtype, node):
+    _refuse_fixed_seed(node.operation)
     return _drawn(op, "RandomUniformLike", shape, dtype)
 
 
 @operators.define("RandomStandardNormal", "StatelessRandomNormal", "StatelessRandomNormalV2")
-def normal(op, shape, *_, dtype):
+def normal(op, shape, *_, dtype, node):
+    _refuse_fixed_seed(node.operation)
     return _drawn(op, "RandomNormalLike", shape, dtype)
 
 
 @operators.define("RandomUniformInt", "StatelessRandomUniformInt", "StatelessRandomUniformIntV2")
 def integers(op, shape, *more, node):
+    _refuse_fixed_seed(node.operation)
     low, high = more[-2:]
     target = low.dtype
     width = cast(op, high - low, ir.DataType.FLOAT)
     return low + cast(op, op.Floor(_drawn(op, "RandomUniformLike", shape, tf.float32) * width), target)
+
+
+def _refuse_fixed_seed(operation):
+    """Refuse an operation that returns the same numbers at every call."""
+    seed = operation.inputs[1] if operation.type.startswith("Stateless") else None
+    if seed is not None and seed.op.type == "StatelessRandomGetKeyCounter":
+        seed = seed.op.inputs[0]
+    if seed is not None and tf.get_static_value(seed) is not None:
+        raise RefusedOperation("its seed is constant: every step would get the same numbers")
 
 
 def _drawn(op, operator, shape, dtype):
@@ -188,4 +200,5 @@ def _dropout(node):
     nothing = node.constant(otherwise.outputs[0])
     if rate is None or scale is None or nothing is None or nothing.any() or abs(scale * (1 - rate) - 1) > 1e-5:
         return None
+    _refuse_fixed_seed(condition.inputs[0].op)
     return scaled.inputs[0], rate.astype("f4")

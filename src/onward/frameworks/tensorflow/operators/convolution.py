@@ -6,6 +6,7 @@ ONNX has channels first: tensors and kernels are transposed before and after.
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 
 from onward.engines.framework import Operators
 from onward.engines.shared.windows import paddings, reach
@@ -151,6 +152,31 @@ def bilinear(op, x, _, *, align_corners, half_pixel_centers, node):
 def nearest(op, x, _, *, align_corners, half_pixel_centers, node):
     rounding = "round_prefer_ceil" if align_corners or half_pixel_centers else "floor"
     return _resize(op, x, node.numbers(1), "nearest", align_corners, half_pixel_centers, nearest_mode=rounding)
+
+
+@operators.define("ImageProjectiveTransformV3")
+def project(op, x, transforms, sizes, _, *, interpolation, fill_mode, node):
+    """Sample images at projected positions: Keras rotates, shifts and zooms images with it."""
+    padding = {"CONSTANT": "zeros", "REFLECT": "reflection", "NEAREST": "border"}.get(fill_mode)
+    if padding is None or (padding == "zeros" and node.number(3) != 0):
+        raise RefusedOperation("it fills with other values than 0")
+    height, width = node.size(0, 1), node.size(0, 2)
+    numbers = [op.Unsqueeze(op.Slice(transforms, [i], [i + 1], [1]), [2]) for i in range(8)]
+    rows = [op.Cast(op.Slice(sizes, [i], [i + 1]), to=ir.DataType.INT64) for i in range(2)]
+    y, x_axis = (
+        op.Reshape(op.Cast(op.Range(np.int64(0), op.Squeeze(size, [0]), np.int64(1)), to=ir.DataType.FLOAT), shape)
+        for size, shape in zip(rows, ([1, -1, 1], [1, 1, -1]), strict=True)
+    )
+    a0, a1, a2, b0, b1, b2, c0, c1 = numbers
+    depth = c0 * x_axis + c1 * y + 1.0
+    across, down = (a0 * x_axis + a1 * y + a2) / depth, (b0 * x_axis + b1 * y + b2) / depth
+    normal = [(position * 2.0 + 1.0) / float(size) - 1.0 for position, size in ((across, width), (down, height))]
+    count = op.Shape(x, start=0, end=1)
+    grid = op.Concat(*(op.Unsqueeze(part, [3]) for part in normal), axis=3)
+    grid = op.Expand(grid, op.Concat(count, np.array([1, 1, 1], np.int64), axis=0))
+    mode = "linear" if interpolation == "BILINEAR" else "nearest"
+    y = op.GridSample(channels_first(op, x, "NHWC"), grid, mode=mode, padding_mode=padding)
+    return channels_last(op, y, "NHWC")
 
 
 @operators.define("FusedBatchNormV3", "FusedBatchNormV2", "FusedBatchNorm")

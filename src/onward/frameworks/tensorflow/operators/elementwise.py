@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import onnx_ir as ir
 import tensorflow as tf
 
 from onward.constants import is_relu6
@@ -11,6 +13,7 @@ from onward.frameworks.formulas.elementwise import (
     erf_inv,
     floor_divide,
     floor_mod,
+    is_negative,
     multiply,
     product_or_zero,
     relu6,
@@ -31,7 +34,7 @@ _SAME = ("Abs", "Equal", "IsInf", "Neg", "Reciprocal", "Elu", "LogSoftmax", "Rel
          "Softplus", "Softsign")  # fmt: skip
 _OTHERWISE_NAMED = {
     "Add": "Add", "AddV2": "Add", "Div": "Div", "RealDiv": "Div", "TruncateDiv": "Div", "Inv": "Reciprocal",
-    "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
+    "BitwiseAnd": "BitwiseAnd", "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
     "LessEqual": "LessOrEqual", "LogicalAnd": "And", "LogicalNot": "Not", "LogicalOr": "Or", "Rint": "Round",
 }  # fmt: skip
 operators(
@@ -112,6 +115,18 @@ def identities(op, *xs, node):
     """Return the inputs. `tf.custom_gradient` marks the operation with its gradient."""
     node.translator.own_gradients |= "_gradient_op_type" in node.operation.node_def.attr
     return xs
+
+
+@operators.define("Bitcast")
+def sign_bit(op, x, *, node):
+    """Return the sign bit, if nothing else of the integer is read: `keras.ops.argmin` tells -0 from 0."""
+    lowest = np.iinfo(np.int32).min
+    readers = node.operation.outputs[0].consumers()
+    masks = [tf.get_static_value(y) for reader in readers for y in reader.inputs if y.op is not node.operation]
+    is_sign = x.dtype is ir.DataType.FLOAT and all(reader.type == "BitwiseAnd" for reader in readers)
+    if not is_sign or any(mask is None or np.any(mask != lowest) for mask in masks):
+        raise RefusedOperation("it reads more bits of a number than its sign")
+    return op.Where(is_negative(op, x), np.int32(lowest), np.int32(0))
 
 
 @operators.define("PreventGradient")

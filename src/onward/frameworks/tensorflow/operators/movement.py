@@ -186,6 +186,22 @@ def band_part(op, x, below, above, *, node):
     return op.Trilu(x, np.int64(high), upper=0) if high >= 0 else x
 
 
+@operators.define("MatrixDiagV3", "MatrixDiag")
+def diagonal(op, x, *_, node):
+    if any(node.number(i) != number for i, number in ((1, 0), (2, -1), (3, -1))[: len(node.operation.inputs) - 1]):
+        raise RefusedOperation("it is not the main diagonal of a square")
+    size = node.size(0, -1)
+    return op.Where(np.eye(size, dtype=bool), op.Unsqueeze(x, [-1]), op.scalar(0, x))
+
+
+@operators.define("Roll")
+def roll(op, x, *_, node):
+    for shift, axis in zip(node.numbers(1), node.numbers(2), strict=True):
+        end, begin = op.Slice(x, [-shift], [END], [axis]), op.Slice(x, [0], [-shift], [axis])
+        x = op.Concat(end, begin, axis=axis) if shift else x
+    return x
+
+
 def _block_rule(name):
     def rule(op, x, *, block_size, data_format):
         if data_format != "NHWC":
