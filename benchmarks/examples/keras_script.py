@@ -27,15 +27,13 @@ os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "MPLBA
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "zoo"))
 sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
 
-import numpy as np
+import onward.frameworks.keras  # noqa: F401, E402, I001  (before Keras, which would print more)
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+import side_keras  # noqa: E402
+from side_keras import Objects  # noqa: E402
 
-import onward.frameworks.keras  # isort: skip  (before Keras)
-
-import keras
-import side_keras
-from side_keras import Objects
-
-from zoo import EXACT, compare_routes
+from zoo import EXACT, compare_routes  # noqa: E402
 
 SAMPLES = 50_000, 10_000
 """For training and for tests: scripts cut their own parts."""
@@ -144,6 +142,7 @@ def first_batch(x: Any, y: Any, size: int | None) -> tuple[Any, Any]:
 
 def intercept() -> tuple[Any, Any]:
     """Let the first `fit` end the script; return what it replaces."""
+
     def fit(self: Any, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **__: Any) -> NoReturn:
         raise Reached(self, *first_batch(x, y, batch_size))
 

@@ -112,7 +112,7 @@ def _lower(context: Context, node: ir.Node, scope: Sequence[ir.Graph], recompute
     if inputs != variables:
         variables, target = _at(op, target, dict(zip(variables, inputs, strict=True)), scope)
     sources = variables[: len(xs)]
-    nodes = nodes_to_differentiate(target, sources, find, scope)
+    nodes = nodes_to_differentiate(target, sources, find, scope, cut=set(variables))
     if target.dtype is None:
         raise UnsupportedError(f"the type of `{y}` is not known", hint="add it to the `value_info` of the file")
     last = graph[-1]

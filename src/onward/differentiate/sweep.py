@@ -197,11 +197,16 @@ def renamable(op: Builder, result: Expr, added: Container[ir.Node]) -> Expr:
 
 
 def nodes_to_differentiate(
-    y: ir.Value, xs: Iterable[ir.Value], find: RuleLookup = lookup, scope: Sequence[ir.Graph] = ()
+    y: ir.Value,
+    xs: Iterable[ir.Value],
+    find: RuleLookup = lookup,
+    scope: Sequence[ir.Graph] = (),
+    *,
+    cut: Container[ir.Value] = (),
 ) -> list[ir.Node]:
-    """Return the nodes between `xs` and `y`; raise with the path if one has no rule."""
+    """Return the nodes between `xs` and `y`, on paths that avoid `cut`; raise with the path if one has no rule."""
     sources = list(xs)
-    nodes = between(y, sources, scope)
+    nodes = between(y, sources, scope, known=cut)
     reached = {*sources, *(output for node in nodes for output in node.outputs)}
     for node in reversed(nodes):
         for inner in (node, *_nested_nodes(node, reached)):

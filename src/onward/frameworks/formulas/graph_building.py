@@ -13,6 +13,8 @@ from onward.constants import tensor_in
 from onward.inspect import describe
 from onward.model import Model
 from onward.model.core import as_input
+from onward.model.walk import ancestors, is_random
+from onward.runtime.sessions import evaluate
 from onward.standard import IR_VERSION
 from onward.transform.training import drop_unused_definitions
 
@@ -37,6 +39,19 @@ def constant_of(x: Expr) -> np.ndarray | None:
     """Return the value of a constant; None for a computed value."""
     tensor = tensor_in(x.value.producer())
     return None if tensor is None else tensor.numpy()
+
+
+def value_of(x: Expr) -> np.ndarray | None:
+    """Return the value of a constant, or of what is computed from constants alone; else None."""
+    array = constant_of(x)
+    nodes, read = (set[ir.Node](), set[ir.Value]()) if array is not None else ancestors([x.value])
+    inside = [node for node in x.op.graph if node in nodes]
+    if array is not None or len(inside) < len(nodes) or any(y.producer() is None for y in read):
+        return array
+    if any(is_random(node) or node.domain for node in nodes):
+        return None
+    view = ir.GraphView([], [x.value], nodes=inside, opset_imports={"": x.op.opset})
+    return evaluate(Model(ir.Model(view.clone(), ir_version=IR_VERSION)))[0]
 
 
 def permute(op: Builder, x: Expr, order: Sequence[int]) -> Expr:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from onward.arguments import checked
-from onward.errors import UnsupportedError, first_line
+from onward.errors import DataError, UnsupportedError, first_line
 from onward.frameworks.keras.layer_graph import REGULARIZATION, LayerGraph, has_call, is_functional
 from onward.frameworks.keras.loss import Summand, read_loss
 from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
@@ -53,7 +53,11 @@ def from_keras(
     else:
         optimizers = [model.optimizer]
         terms = _gather(problems, lambda: read_loss(model, graph, example_targets), [])
-    problems += [] if approx or problems else [problem for optimizer in optimizers for problem in _sparse(model, optimizer, graph)]
+    problems += (
+        []
+        if approx or problems
+        else [problem for optimizer in optimizers for problem in _sparse(model, optimizer, graph)]
+    )
     rates = [_gather(problems, lambda o=o: read_schedule(o), Rate(0.0)) for o in optimizers]
     recipes = [_gather(problems, lambda o=o: recipe_of(o), {}) for o in optimizers]
     for optimizer in optimizers:
@@ -107,6 +111,11 @@ def _check_kind(model: Any, example_inputs: Any, example_targets: Any) -> None:
                 f"the model `{model.name}` cannot be carried exactly: its `train_step` {reason}",
                 hint="write it with `tf.GradientTape` and `optimizer.apply_gradients`",
             ) from reason
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"the `train_step` of `{model.name}` fails with the example: {first_line(error)}",
+                hint="give a batch as `fit` takes it: `onward.from_keras(model, images, example_targets=labels)`",
+            ) from error
 
 
 def _types(model: Any) -> list[str]:
@@ -125,7 +134,9 @@ def _sparse(model: Any, optimizer: Any, graph: LayerGraph) -> list[str]:
     is_linear = name in ("SGD", "Lion") and clip_of(optimizer) is None
     if not repeating or is_linear or keras.backend.backend() != "tensorflow":
         return []
-    return [f"{name} on TensorFlow squares or clips gradients of `{repeating[0]}` token by token (`approx=True` adds up)"]
+    return [
+        f"{name} on TensorFlow squares or clips gradients of `{repeating[0]}` token by token (`approx=True` adds up)"
+    ]
 
 
 def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:

@@ -12,17 +12,14 @@ import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
 from onward.errors import UnsupportedError
-from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
+from onward.frameworks.formulas.graph_building import initializer, model_of, put_out, value_of
 from onward.frameworks.keras.layers import Call, LayerTensor, activations, core, find, recurrent, spatial
 from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.traced import TracedCall, Tracer, call_row
 from onward.frameworks.keras.train_steps import TracedStep, Update, has_own_step
 from onward.model import Model
-from onward.model.core import values
-from onward.model.walk import ancestors, is_random
-from onward.runtime.sessions import evaluate
+from onward.model.walk import ancestors
 from onward.standard import COMMON_OPSET
-from onward.transform.training import keep_only
 from onward.vocabulary.keras import Refused
 
 ROWS_OF_LAYERS = (activations, core, recurrent, spatial)
@@ -152,19 +149,10 @@ class LayerGraph:
         weight = self._weights.get(id(table))
         for reader in () if weight is None else weight.consumers():
             indices = reader.inputs[1] if reader.op_type == "Gather" else None
-            numbers = None if indices is None else self._constant(indices)
+            numbers = None if indices is None else value_of(self.op(indices))
             if numbers is None or len(np.unique(numbers)) < numbers.size:
                 return True
         return False
-
-    def _constant(self, value: ir.Value) -> np.ndarray | None:
-        """Return what a value is for any input; None if it depends on one."""
-        nodes, read = ancestors([value])
-        if any(x.producer() is None for x in read) or any(map(is_random, nodes)):
-            return None
-        model = model_of(self.graph, self.op.functions.values()).copy()
-        keep_only(model, [x for x in values(model.graph) if x.name == value.name])
-        return evaluate(model)[0]
 
     def _inputs(self, names: Sequence[str], example: Any) -> list[LayerTensor]:
         return [

@@ -34,11 +34,11 @@ class Summand:
     target: str  # name of the input of the training model
     draw: Callable[[np.random.Generator, int], np.ndarray]  # random target for a number of samples
     rank: int  # of the target
+    dtype: str
 
     def fit(self, target: Any) -> np.ndarray:
         """Return a target as the training model takes it: Keras adds and drops a last axis of size 1."""
-        array = np.asarray(target)
-        array = array.astype(np.float32) if array.dtype.kind in "fb" else array
+        array = np.asarray(target).astype(self.dtype)
         if array.ndim == self.rank + 1 and array.shape[-1] == 1:
             return array[..., 0]
         return array[..., None] if array.ndim == self.rank - 1 else array
@@ -112,10 +112,14 @@ def _term(
         spec: Any = _formula(row, options, prediction, output, target, "sum" if is_sum else "mean", weight)
     else:
         spec = {**read, **({"reduction": "sum"} if is_sum else {}), **({"scale": weight} if weight != 1.0 else {})}
-    shape = output.shape[:-1] if row.draws == "labels" else output.shape
-    return Summand(
-        index, {prediction.name: spec}, target, functools.partial(_draw, row.draws, output.shape), len(shape)
-    )
+    is_labels = row.draws == "labels"
+    shape, dtype = (output.shape[:-1], "int64") if is_labels else (output.shape, _dtype_of(prediction))
+    draw = functools.partial(_draw, row.draws, output.shape)
+    return Summand(index, {prediction.name: spec}, target, draw, len(shape), dtype)
+
+
+def _dtype_of(value: ir.Value) -> str:
+    return "float32" if value.dtype is None else str(value.dtype.numpy())
 
 
 def _target_name(name: str, prediction: ir.Value, taken: set[str]) -> str:
@@ -133,13 +137,12 @@ def _traced(index: int, loss: Any, weight: float, graph: LayerGraph, taken: set[
 
     output, mask = graph.outputs[index], graph.masks.get(index)
     prediction = output.plain.value
-    assert prediction.dtype is not None
-    shape, dtype = output.shape, str(prediction.dtype.numpy())
+    shape, dtype = output.shape, _dtype_of(prediction)
     if example is not None:
         array = np.asarray(example)
         shape = (None, *array.shape[1:])
         dtype = "int64" if array.dtype.kind in "iub" else dtype
-    examples = [keras.KerasTensor(output.shape, str(prediction.dtype.numpy())), keras.KerasTensor(shape, dtype)]
+    examples = [keras.KerasTensor(output.shape, _dtype_of(prediction)), keras.KerasTensor(shape, dtype)]
     if mask is not None:
         examples.append(keras.KerasTensor([None, *output.shape[1 : len(mask.value.shape)]], "bool"))  # type: ignore[arg-type]
 
@@ -157,7 +160,7 @@ def _traced(index: int, loss: Any, weight: float, graph: LayerGraph, taken: set[
     for value, new in zip(loss_graph.inputs, names, strict=True):
         value.name = new
     draw = functools.partial(_draw, "labels" if dtype == "int64" else "positive", output.shape)
-    return Summand(index, {prediction.name: loss_graph}, target, draw, len(shape))
+    return Summand(index, {prediction.name: loss_graph}, target, draw, len(shape), dtype)
 
 
 def _logits(output: LayerTensor, options: Mapping[str, Any]) -> LayerTensor | None:

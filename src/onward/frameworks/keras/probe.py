@@ -42,7 +42,11 @@ def try_steps(
     fed = zip(graph.targets, keras.tree.flatten(targets), strict=False)
     steps_targets = {x.plain.name: narrow(np.asarray(array)) for x, array in fed}
     batches = [
-        {**drawn, **steps_targets, **{t.target: t.fit(examples[t.output]) if has_targets else t.draw(rng, samples) for t in terms}}
+        {
+            **drawn,
+            **steps_targets,
+            **{t.target: t.fit(examples[t.output]) if has_targets else t.draw(rng, samples) for t in terms},
+        }
         for drawn in batches
     ]
     still = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))

@@ -143,10 +143,11 @@ class Tracer:
         if translator.updates:
             keep_averages(op, translator)
         shapes = [x.shape.as_list() for x in function.outputs]
-        return [
-            x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=op(x.value))
-            for x, shape in zip(results, shapes, strict=True)
-        ]
+        tensors = []
+        for x, shape in zip(results, shapes, strict=True):
+            tensors.append(x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=op(x.value)))
+            tensors[-1].shape = tuple(shape)  # without names of sizes
+        return tensors
 
 
 def _other(op: Builder, function: Any, handle: Any) -> ir.Value:
@@ -205,16 +206,30 @@ def _by_row(
     node: Any,
 ) -> list[LayerTensor] | None:
     """Return the results of a layer by its row; None if the row refuses."""
+    rows = _rows(op, inputs[0])
     tensors = [
-        x if isinstance(x, LayerTensor) else LayerTensor(node.shape(i), plain=x) for i, x in enumerate(inputs[:count])
+        x if isinstance(x, LayerTensor) else LayerTensor(_with_rows(node.shape(i), rows), plain=x)
+        for i, x in enumerate(inputs[:count])
     ]
-    shapes = [x.shape.as_list() for x in node.operation.outputs]
+    shapes = [_with_rows(x.shape.as_list(), rows) for x in node.operation.outputs]
     args, named = refilled(iter(tensors))
     args = [x for x in args if not isinstance(x, bool)]
     try:
         return call_row(Call(op.scoped(layer.name), layer, tuple(shapes[0]), weight, is_frozen), args, named, shapes)
     except Refused:
         return None
+
+
+def _rows(op: Builder, x: LayerTensor | Expr) -> str:
+    """Return the name of the size of the first axis: parts of a model may see more rows than a batch has."""
+    value = x.plain.value if isinstance(x, LayerTensor) else x.value
+    size = value.shape[0] if value.shape else None
+    name = size.value if isinstance(size, ir.SymbolicDim) else None
+    return name or op.names.fresh("rows")
+
+
+def _with_rows(shape: Sequence[int | None], rows: str) -> Any:
+    return [rows if i == 0 and size is None else size for i, size in enumerate(shape)]
 
 
 def call_row(c: Call, args: Sequence[Any], named: dict[str, Any], shapes: Sequence[Sequence[int | None]]) -> Any:

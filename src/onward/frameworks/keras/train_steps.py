@@ -1,4 +1,4 @@
-"""Models with a `train_step` or a `compute_loss` of their own, traced: each gradient that an optimizer applies is a step."""
+"""Models with their own `train_step` or `compute_loss`, traced: each gradient that an optimizer applies is a step."""
 
 from __future__ import annotations
 
@@ -119,10 +119,13 @@ def recorded(placeholder: Callable[[Any], Any]) -> Iterator[Records]:
         graph = getattr(records.losses[-1], "graph", None)
         records.positions.append(0 if graph is None else len(graph.get_operations()))
 
-    nothing = mock.patch.object(keras.src.trainers.trainer.Trainer, "compute_metrics", lambda *_, **__: {})
-    with mock.patch.object(tf.GradientTape, "gradient", gradient), mock.patch.object(BaseOptimizer, "apply", apply):
-        with nothing, _without_metrics():
-            yield records
+    with (
+        mock.patch.object(tf.GradientTape, "gradient", gradient),
+        mock.patch.object(BaseOptimizer, "apply", apply),
+        mock.patch.object(keras.src.trainers.trainer.Trainer, "compute_metrics", lambda *_, **__: {}),
+        _without_metrics(),
+    ):
+        yield records
     if not records.updates:
         raise Refused("applies no gradients of `tf.GradientTape`")
 
@@ -142,7 +145,13 @@ def _without_metrics() -> Iterator[None]:
 
 
 def as_tensors(data: Any) -> Any:
-    return keras.tree.map_structure(lambda x: None if x is None else keras.ops.convert_to_tensor(x), data)
+    """Return data as `fit` feeds them: Python's floats are of the default type."""
+
+    def tensor(x: Any) -> Any:
+        array = np.asarray(x)
+        return keras.ops.convert_to_tensor(array.astype(keras.config.floatx()) if array.dtype == np.float64 else array)
+
+    return keras.tree.map_structure(lambda x: None if x is None else tensor(x), data)
 
 
 def build(model: Any, x: Any, y: Any) -> None:

@@ -29,7 +29,7 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 
 from onward.build import Builder, Expr
 from onward.engines.framework import Operators, collect_operators, keywords
-from onward.frameworks.formulas.graph_building import cast, constant_of
+from onward.frameworks.formulas.graph_building import cast, value_of
 from onward.model.walk import ancestors
 
 FAMILIES = ("elementwise", "reduction", "movement", "indexing", "convolution", "control")
@@ -226,7 +226,7 @@ class Node:
         if static is not None:
             return np.asarray(static)
         value = unwrapped(self._environment[tensor.ref()])  # may be a constant in the graph of the caller
-        return None if isinstance(value, Resource) else constant_of(value)
+        return None if isinstance(value, Resource) else value_of(value)
 
     def array(self, index: int) -> np.ndarray:
         array = self.known(index)

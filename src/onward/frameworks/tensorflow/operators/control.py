@@ -167,9 +167,10 @@ def integers(op, shape, *more, node):
 def _refuse_fixed_seed(operation):
     """Refuse an operation that returns the same numbers at every call."""
     seed = operation.inputs[1] if operation.type.startswith("Stateless") else None
-    if seed is not None and seed.op.type == "StatelessRandomGetKeyCounter":
-        seed = seed.op.inputs[0]
-    if seed is not None and tf.get_static_value(seed) is not None:
+    pending = [] if seed is None else [seed.op]
+    for other in pending:
+        pending += [x.op for x in other.inputs]
+    if pending and not any(other.type in ("Placeholder", "ReadVariableOp") for other in pending):
         raise RefusedOperation("its seed is constant: every step would get the same numbers")
 
 

@@ -31,10 +31,10 @@ def _is_float(x):
 
 # Operations that have the same name in ONNX.
 _SAME = ("Abs", "Equal", "IsInf", "Neg", "Reciprocal", "Elu", "LogSoftmax", "Relu", "Selu", "Sigmoid", "Softmax",
-         "Softplus", "Softsign")  # fmt: skip
+         "Softplus", "Softsign", "BitwiseAnd")  # fmt: skip
 _OTHERWISE_NAMED = {
     "Add": "Add", "AddV2": "Add", "Div": "Div", "RealDiv": "Div", "TruncateDiv": "Div", "Inv": "Reciprocal",
-    "BitwiseAnd": "BitwiseAnd", "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
+    "Greater": "Greater", "GreaterEqual": "GreaterOrEqual", "IsNan": "IsNaN", "Less": "Less",
     "LessEqual": "LessOrEqual", "LogicalAnd": "And", "LogicalNot": "Not", "LogicalOr": "Or", "Rint": "Round",
 }  # fmt: skip
 operators(

@@ -86,7 +86,10 @@ def split(op, _, x, *, num_split, node):
 def split_by_sizes(op, x, parts, _, *, num_split, node):
     if num_split == 1:
         return x
-    axis, sizes = node.number(2), node.numbers(1)
+    axis = node.number(2)
+    if node.known(1) is None:
+        return op.Split(x, as_int64(op, parts), axis=axis, outputs=num_split)
+    sizes = node.numbers(1)
     if -1 in sizes:
         sizes[sizes.index(-1)] = node.size(0, axis) - sum(size for size in sizes if size >= 0)
     return op.Split(x, sizes, axis=axis, outputs=num_split)
