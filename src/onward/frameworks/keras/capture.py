@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -53,15 +54,12 @@ def from_keras(
     else:
         optimizers = [model.optimizer]
         terms = _gather(problems, lambda: read_loss(model, graph, example_targets), [])
-    problems += (
-        []
-        if approx or problems
-        else [problem for optimizer in optimizers for problem in _sparse(model, optimizer, graph)]
-    )
-    rates = [_gather(problems, lambda o=o: read_schedule(o), Rate(0.0)) for o in optimizers]
-    recipes = [_gather(problems, lambda o=o: recipe_of(o), {}) for o in optimizers]
+    if not approx and not problems:
+        problems = [problem for optimizer in optimizers for problem in _sparse(model, optimizer, graph)]
+    rates = [_gather(problems, functools.partial(read_schedule, o), Rate(0.0)) for o in optimizers]
+    recipes = [_gather(problems, functools.partial(recipe_of, o), {}) for o in optimizers]
     for optimizer in optimizers:
-        _gather(problems, lambda o=optimizer: row_of(o), None)
+        _gather(problems, functools.partial(row_of, optimizer), None)
     if problems:
         raise UnsupportedError(
             f"the model `{model.name}` cannot be carried exactly: " + "; ".join(dict.fromkeys(problems)),

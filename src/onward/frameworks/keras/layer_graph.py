@@ -66,8 +66,8 @@ class LayerGraph:
         else:
             example = functional._inputs_struct if is_functional(model) else example_inputs
             self.inputs, results, structure = self._whole(model, example)
-            names = getattr(functional, "output_names", None) if is_functional(model) else _paths(structure)
-            flat = [keras.KerasTensor(x.shape, x.plain.dtype.numpy()) for x in results]  # type: ignore[union-attr]
+            names = functional.output_names if is_functional(model) else _paths(structure)
+            flat = [keras.KerasTensor(x.shape, str(x.dtype)) for x in results]
             self.structure = keras.tree.pack_sequence_as(structure, flat)
         self.output_names = list(names)
         unique = map(Names().fresh, names)  # a layer may have several outputs

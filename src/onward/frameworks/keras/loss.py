@@ -89,8 +89,13 @@ def _term(
     function = getattr(loss, "fn", None)
     name = getattr(function, "__name__", type(loss).__name__)
     output = graph.outputs[index]
-    is_row = function is not None and function.__module__.startswith("keras.") and name in LOSSES
-    if index in graph.masks or not is_row or (loss.reduction != "sum" and loss.reduction not in _MEANS):
+    is_own = function is not None and function.__module__.startswith("keras.") and name in LOSSES
+    if (
+        index in graph.masks
+        or function is None
+        or not is_own
+        or (loss.reduction != "sum" and loss.reduction not in _MEANS)
+    ):
         return _traced(index, loss, weight, graph, taken, examples.get(index))
     row, is_sum = LOSSES[name], loss.reduction == "sum"
     parameters = inspect.signature(function).parameters.values()
@@ -113,13 +118,9 @@ def _term(
     else:
         spec = {**read, **({"reduction": "sum"} if is_sum else {}), **({"scale": weight} if weight != 1.0 else {})}
     is_labels = row.draws == "labels"
-    shape, dtype = (output.shape[:-1], "int64") if is_labels else (output.shape, _dtype_of(prediction))
+    shape, dtype = (output.shape[:-1], "int64") if is_labels else (output.shape, str(output.dtype))
     draw = functools.partial(_draw, row.draws, output.shape)
     return Summand(index, {prediction.name: spec}, target, draw, len(shape), dtype)
-
-
-def _dtype_of(value: ir.Value) -> str:
-    return "float32" if value.dtype is None else str(value.dtype.numpy())
 
 
 def _target_name(name: str, prediction: ir.Value, taken: set[str]) -> str:
@@ -137,12 +138,12 @@ def _traced(index: int, loss: Any, weight: float, graph: LayerGraph, taken: set[
 
     output, mask = graph.outputs[index], graph.masks.get(index)
     prediction = output.plain.value
-    shape, dtype = output.shape, _dtype_of(prediction)
+    shape, dtype = output.shape, str(output.dtype)
     if example is not None:
         array = np.asarray(example)
         shape = (None, *array.shape[1:])
         dtype = "int64" if array.dtype.kind in "iub" else dtype
-    examples = [keras.KerasTensor(output.shape, _dtype_of(prediction)), keras.KerasTensor(shape, dtype)]
+    examples = [keras.KerasTensor(output.shape, str(output.dtype)), keras.KerasTensor(shape, dtype)]
     if mask is not None:
         examples.append(keras.KerasTensor([None, *output.shape[1 : len(mask.value.shape)]], "bool"))  # type: ignore[arg-type]
 

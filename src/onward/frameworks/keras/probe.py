@@ -34,7 +34,7 @@ def try_steps(
     examples = by_output(targets, graph)
     if inputs is not None:
         leaves = zip(graph.inputs, keras.tree.flatten(inputs), strict=True)
-        batches = [{x.plain.name: np.asarray(leaf).astype(x.plain.dtype.numpy()) for x, leaf in leaves}] * _STEPS
+        batches = [{x.plain.name: np.asarray(leaf).astype(x.dtype) for x, leaf in leaves}] * _STEPS
     else:
         batches = [next(example_inputs(run.model, seed)) for seed in range(_STEPS)]
     samples = len(batches[0][own[0]])

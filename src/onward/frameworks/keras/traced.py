@@ -1,7 +1,7 @@
-"""Calls of layers, operations and models without a row, traced by TensorFlow.
+"""Calls of layers, operations and models without a row, traced by TensorFlow or JAX.
 
-Layers inside of the call that have a row become a call of a function each, and the row translates that. If it refuses,
-the function is inlined.
+On TensorFlow, layers inside of the call that have a row become a call of a function each, and the row translates that.
+If it refuses, the function is inlined.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import keras
+import numpy as np
 import onnx_ir as ir
 from keras.src.ops.operation import Operation
 
@@ -23,8 +24,9 @@ from onward.frameworks.formulas.graph_building import initializer
 from onward.frameworks.keras.layers import Call, LayerTensor, accepted_arguments, find
 from onward.frameworks.keras.train_steps import TracedStep
 from onward.frameworks.randomness import refuse_random_draws
+from onward.model import Model
 from onward.model.walk import ancestors
-from onward.recipe.step_builder import in_training
+from onward.recipe.step_builder import in_training, take_apart
 from onward.vocabulary.keras import Refused
 
 Weight = Callable[[Any], Expr]
@@ -101,14 +103,47 @@ class Tracer:
 
     def _results(self, op: Builder, call: TracedCall | TracedStep, training: bool) -> list[LayerTensor]:
         backend = keras.backend.backend()
-        if backend != "tensorflow":
-            raise Refused(f"is not traced on {backend}, but on TensorFlow")
+        trace = {"tensorflow": self._from_tensorflow, "jax": self._from_jax}.get(backend)
+        if trace is None or (backend == "jax" and isinstance(call, TracedStep)):
+            raise Refused(f"has Python code, which is not traced on {backend}, but on TensorFlow")
         try:
-            return self._from_tensorflow(op, call, training)
+            return trace(op, call, training)
         except (Refused, Error):
             raise
         except Exception as error:  # of the backend, or of the layer
             raise Refused(f"cannot be traced: {first_line(error)}") from error
+
+    def _from_jax(self, op: Builder, call: TracedCall | TracedStep, training: bool) -> list[LayerTensor]:
+        """Return the results of a call without state or random numbers."""
+        from onward.frameworks.jax.jaxpr import export
+
+        layer = call.operation
+        is_layer = isinstance(layer, keras.layers.Layer)
+        variables = [*layer.trainable_variables, *layer.non_trainable_variables] if is_layer else []
+        if is_layer and any(inner._seed_generators for inner in layer._flatten_layers()):
+            raise Refused("draws random numbers, which is traced on TensorFlow")
+        if any(None in x.shape[1:] for x in call.tensors):
+            raise Refused("has inputs of several dynamic sizes, which is not traced on JAX, but on TensorFlow")
+        # Each axis that is as long as the batch becomes dynamic, so the batch has a size that no variable has.
+        sizes = {size for variable in variables for size in variable.shape}
+        samples = next(size for size in itertools.count(5) if size not in sizes)
+        shapes: list[tuple[Any, Any]] = [((samples, *x.shape[1:]), x.dtype) for x in call.tensors]
+        shapes += [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+
+        def function(_: Any, *arrays: Any) -> list[Any]:
+            count = len(call.tensors)
+            pairs = list(zip(variables, arrays[count:], strict=True))
+            with keras.StatelessScope(state_mapping=pairs, collect_losses=True) as scope:
+                results = call(arrays[:count], training)
+            if scope.losses or any(scope.get_current_value(v) is not value for v, value in pairs):
+                raise Refused("changes its state or adds to the loss, which is traced on TensorFlow")
+            return results
+
+        graph = export(function, {}, *(np.zeros(shape, dtype) for shape, dtype in shapes))
+        sources = [*(x.plain for x in call.tensors), *map(self._weight, variables)]
+        results = _place_graph(op, graph, sources, getattr(layer, "name", "call"))
+        ranks = [[size if isinstance(size, int) else None for size in x.value.shape or ()] for x in results]
+        return [LayerTensor(shape, plain=x) for x, shape in zip(results, ranks, strict=True)]
 
     def _from_tensorflow(self, op: Builder, call: TracedCall | TracedStep, training: bool) -> list[LayerTensor]:
         import tensorflow as tf
@@ -118,7 +153,7 @@ class Tracer:
 
         calls: dict[str, Any] = {}
         keras.src.random.seed_generator.global_seed_generator()  # its first use draws from Python
-        specs = [tf.TensorSpec(x.shape, x.plain.dtype.numpy()) for x in call.tensors]  # type: ignore[union-attr]
+        specs = [tf.TensorSpec(x.shape, x.dtype) for x in call.tensors]
         with refuse_random_draws("the model"), _layers_as_functions(calls, self._weight, training):
             function = tf.function(lambda *tensors: call(tensors, training)).get_concrete_function(*specs)
         translator = Translator(calls)
@@ -142,10 +177,13 @@ class Tracer:
             del translator.updates[value]
         if translator.updates:
             keep_averages(op, translator)
-        shapes = [x.shape.as_list() for x in function.outputs]
+        shapes = [
+            theirs.shape.as_list() if theirs.shape.rank is not None else [None] * len(ours.value.shape or ())
+            for theirs, ours in zip(function.outputs, plain, strict=True)
+        ]
         tensors = []
         for x, shape in zip(results, shapes, strict=True):
-            tensors.append(x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=op(x.value)))
+            tensors.append(x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=op(unwrapped(x).value)))
             tensors[-1].shape = tuple(shape)  # without names of sizes
         return tensors
 
@@ -211,6 +249,8 @@ def _by_row(
         x if isinstance(x, LayerTensor) else LayerTensor(_with_rows(node.shape(i), rows), plain=x)
         for i, x in enumerate(inputs[:count])
     ]
+    if any(x.shape.rank is None for x in node.operation.outputs):
+        return None
     shapes = [_with_rows(x.shape.as_list(), rows) for x in node.operation.outputs]
     args, named = refilled(iter(tensors))
     args = [x for x in args if not isinstance(x, bool)]
@@ -279,3 +319,22 @@ def _source(value: ir.Value | None) -> ir.Value | None:
         value = node.inputs[0]
         node = None if value is None else value.producer()
     return value
+
+
+def _place_graph(op: Builder, model: Model, sources: Sequence[Expr], scope: str) -> list[Expr]:
+    """Move the nodes of a model into the graph of `op`, and return its outputs."""
+    results = list(model.graph.outputs)
+    for value, source in zip(list(model.graph.inputs), sources, strict=True):
+        value.replace_all_uses_with(source.value)
+    nodes, constants = take_apart(model.graph)
+    for constant in constants:
+        assert constant.const_value is not None
+        constant.replace_all_uses_with(op.constant(constant.const_value).value)
+    for node in nodes:
+        node.name = op.names.fresh(f"{scope}/{node.op_type}")
+        for output in node.outputs:
+            output.name = op.names.fresh(f"{scope}/{output.name}") if output.name else output.name
+    op.graph.extend(nodes)
+    op.functions.update(model.functions)  # the body of stop_gradient does not say where gradients end
+    op.imports.update({domain: version for domain, version in model.graph.opset_imports.items() if domain})
+    return [op(result) for result in results]

@@ -21,7 +21,7 @@ from onward.build import Builder, Names
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
 from onward.frameworks.randomness import refuse_random_draws
-from onward.frameworks.tensorflow.graph import Resource, Translator, dtype_of
+from onward.frameworks.tensorflow.graph import Resource, Translator, dtype_of, unwrapped
 from onward.frameworks.tensorflow.probe import confirm
 from onward.frameworks.tensorflow.program import is_training_module, restore, restore_model
 from onward.frameworks.tensorflow.running_averages import keep_averages
@@ -148,7 +148,7 @@ def _write_graph(function: Any, variables: Sequence[tuple[Any, str]]) -> tuple[B
             raise UnsupportedError("the function reads a table or a queue, which ONNX does not have")
     outputs = translator.inline(op, function.graph, [*map(op, fed), *captured])
     for name, result in zip(results, outputs, strict=True):
-        put_out(op, op(result.value), name)
+        put_out(op, op(unwrapped(result).value), name)
     return op, translator
 
 

@@ -47,6 +47,12 @@ class LayerTensor:
         return len(self.shape)
 
     @property
+    def dtype(self) -> np.dtype:
+        dtype = (self.plain if self._moved is None else self._moved).dtype
+        assert dtype is not None
+        return dtype.numpy()
+
+    @property
     def plain(self) -> Expr:
         if self._plain is None:
             assert self._moved is not None
