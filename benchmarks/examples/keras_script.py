@@ -35,8 +35,8 @@ from side_keras import Objects  # noqa: E402
 
 from zoo import EXACT, compare_routes  # noqa: E402
 
-SAMPLES = 50_000, 10_000
-"""For training and for tests: scripts cut their own parts."""
+SAMPLES = (50_000, 10_000) if "--whole" in sys.argv else (1_000, 200)
+"""For training and for tests. Some scripts cut parts of the whole data set."""
 ROWS = 8
 """Of the batch."""
 ROUTES = ("onnxruntime", "torch")
