@@ -41,7 +41,8 @@ def run(objects: Objects) -> Run:
 
     with mock.patch.object(capture, "to_training_model", without_random_numbers):
         training = onward.from_keras(model, objects.inputs, example_targets=objects.targets, **objects.options)
-    inputs = zip(training.inputs, keras.tree.flatten(objects.inputs), strict=True)
+    leaves = [x for x in keras.tree.flatten((objects.inputs, objects.targets)) if x is not None]
+    inputs = zip(training.inputs, leaves, strict=False)  # targets of a `train_step` are inputs, too
     batch = {value.name: np.asarray(x).astype(value.dtype.numpy()) for value, x in inputs}
     declared = {value.name: value for value in training.step().algorithm.inputs}
     names = targets_of(training)

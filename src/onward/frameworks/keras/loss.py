@@ -131,6 +131,8 @@ def _target_name(name: str, prediction: ir.Value, taken: set[str]) -> str:
 
 def _traced(index: int, loss: Any, weight: float, graph: LayerGraph, taken: set[str], example: Any) -> Summand:
     """Return a loss without a row, as a traced graph."""
+    if getattr(loss, "reduction", "sum") not in ("sum", *_MEANS):
+        raise Refused(f"loss {type(loss).__name__} has the reduction `{loss.reduction}`")
     backend, name = keras.backend.backend(), getattr(getattr(loss, "fn", loss), "__name__", type(loss).__name__)
     if backend != "tensorflow":
         raise Refused(f"loss {name} has no counterpart, and is not traced on {backend}, but on TensorFlow")
