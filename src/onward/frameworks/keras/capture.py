@@ -15,7 +15,7 @@ from onward.frameworks.keras.loss import Summand, read_loss
 from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
 from onward.frameworks.keras.probe import try_steps
 from onward.frameworks.keras.schedule import read_schedule
-from onward.frameworks.keras.train_steps import as_tensors, build, has_own_step
+from onward.frameworks.keras.traced import as_tensors, build, has_own_step
 from onward.model import Model
 from onward.recipe.spec import Spec
 from onward.run_state.state import ParameterGroup, RunState

@@ -15,8 +15,7 @@ from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out, value_of
 from onward.frameworks.keras.layers import Call, LayerTensor, activations, core, find, recurrent, spatial
 from onward.frameworks.keras.optimizer import array_of
-from onward.frameworks.keras.traced import TracedCall, Tracer, call_row
-from onward.frameworks.keras.train_steps import TracedStep, Update, has_own_step
+from onward.frameworks.keras.traced import TracedCall, TracedStep, Tracer, Update, call_row, has_own_step
 from onward.model import Model
 from onward.model.walk import ancestors
 from onward.standard import COMMON_OPSET

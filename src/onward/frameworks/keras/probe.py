@@ -18,7 +18,7 @@ from onward.agreement.tolerance import Arrays
 from onward.frameworks.keras.layer_graph import LayerGraph, functional_of
 from onward.frameworks.keras.loss import Summand, by_output
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
-from onward.frameworks.keras.train_steps import as_tensors, has_own_step
+from onward.frameworks.keras.traced import as_tensors, has_own_step
 from onward.run_state.state import RunState
 from onward.run_state.training_models import to_training_model
 
