@@ -14,7 +14,7 @@ import onward
 from onward.agreement.steps import without_dropout
 from onward.frameworks.keras import capture
 from onward.frameworks.keras.optimizer import array_of
-from onward.frameworks.keras.probe import Trial
+from onward.frameworks.keras.probe import TrialRun
 from zoo import STEPS, Run, nudged, targets_of
 
 NUDGES = 2
@@ -62,7 +62,7 @@ def _steps(objects: Objects, training: Any, seed: int) -> tuple[list[float], dic
     """Return losses and weights of steps that are undone; with a seed, from weights with other last digits."""
     model, initializers = objects.model, training.graph.initializers
     paths = [v.path for v in model.variables]
-    with Trial(model, paths) as trial:
+    with TrialRun(model, paths) as trial:
         if seed:
             arrays = nudged({v.path: array_of(v) for v in model.trainable_variables}, seed)
             for variable in model.trainable_variables:

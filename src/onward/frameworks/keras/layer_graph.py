@@ -15,7 +15,7 @@ from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out, value_of
 from onward.frameworks.keras.layers import Call, LayerTensor, activations, core, find, recurrent, spatial
 from onward.frameworks.keras.optimizer import array_of
-from onward.frameworks.keras.traced import TracedCall, TracedStep, Tracer, Update, call_row, has_own_step
+from onward.frameworks.keras.traced import TracedCall, TracedStep, TracedUpdate, Tracer, call_row, has_own_step
 from onward.model import Model
 from onward.model.walk import ancestors
 from onward.standard import COMMON_OPSET
@@ -50,7 +50,7 @@ class LayerGraph:
         """Inputs that only the losses of a `train_step` read."""
         self.masks: dict[int, Expr] = {}
         """Masks by the index of the output."""
-        self.updates: Sequence[Update] = ()
+        self.updates: Sequence[TracedUpdate] = ()
         """Updates of a `train_step` that is traced."""
         self.losses: list[str] = []
         """Names of the losses that it differentiates."""

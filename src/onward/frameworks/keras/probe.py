@@ -50,7 +50,7 @@ def try_steps(
         for drawn in batches
     ]
     still = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
-    with Trial(model, [graph.names[id(v)] for v in model.variables]) as trial:
+    with TrialRun(model, [graph.names[id(v)] for v in model.variables]) as trial:
 
         def step(batch: Arrays) -> StepResult:
             x: Any = inputs if inputs is not None else _inputs(batch, model, graph)
@@ -78,14 +78,14 @@ def _targets(batch: Arrays, graph: LayerGraph, terms: Sequence[Summand]) -> Any:
     return keras.tree.pack_sequence_as(graph.structure, targets)
 
 
-class Trial:
+class TrialRun:
     """Steps of a Keras model without random numbers, which it forgets at the end."""
 
     def __init__(self, model: Any, names: Sequence[str]):
         self._model = model
         self._names = names
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> TrialRun:
         model = self._model
         metrics = [v for metric in model.metrics for v in metric.variables]
         self._before = [(v, array_of(v)) for v in {id(v): v for v in (*model.variables, *metrics)}.values()]

@@ -202,7 +202,7 @@ def _other(op: Builder, function: Any, handle: Any) -> ir.Value:
 
 @contextlib.contextmanager
 def _layers_as_functions(calls: dict[str, Any], weight: Weight, training: bool) -> Iterator[None]:
-    """Trace the calls of layers with a row as functions of their own; fill `calls` with the rows."""
+    """Trace the calls of layers with a row as separate functions; fill `calls` with the rows."""
     import tensorflow as tf
 
     plainly = Operation.__call__
@@ -352,7 +352,7 @@ def has_own_step(model: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Update:
+class TracedUpdate:
     """Update of variables by an optimizer, with the gradients of a loss."""
 
     optimizer: Any
@@ -372,7 +372,7 @@ class TracedStep:
         self.operation = model
         self._data = x, y
         self.tensors = [t for t in keras.tree.flatten(self._data) if isinstance(t, LayerTensor)]
-        self.updates: list[Update] = []
+        self.updates: list[TracedUpdate] = []
         self.count = 0
 
     def __call__(self, tensors: Sequence[Any], training: bool) -> list[Any]:
@@ -387,7 +387,7 @@ class TracedStep:
         self.count = len(records.losses)
         return list(records.losses)
 
-    def _refuse_stale(self, records: Records) -> None:
+    def _refuse_stale(self, records: StepRecords) -> None:
         """Refuse a loss that was computed before an update that changes its weights."""
         for number, update in enumerate(records.updates):
             changed = {id(v.value.handle) for earlier in records.updates[:number] for v in earlier.variables}
@@ -407,21 +407,21 @@ class TracedStep:
 
 
 @dataclasses.dataclass
-class Records:
+class StepRecords:
     """What a `train_step` differentiated and applied."""
 
     losses: list[Any] = dataclasses.field(default_factory=list)
-    updates: list[Update] = dataclasses.field(default_factory=list)
+    updates: list[TracedUpdate] = dataclasses.field(default_factory=list)
     positions: list[int] = dataclasses.field(default_factory=list)
     """Numbers of operations of the graph before each update."""
 
 
 @contextlib.contextmanager
-def recorded(placeholder: Callable[[Any], Any]) -> Iterator[Records]:
+def recorded(placeholder: Callable[[Any], Any]) -> Iterator[StepRecords]:
     """Record losses and updates instead of making them. Metrics are not computed."""
     import tensorflow as tf
 
-    records = Records()
+    records = StepRecords()
     owners: dict[int, tuple[int, Any, Any]] = {}  # by the id of a gradient: loss, variable, and the gradient itself
     differentiate = tf.GradientTape.gradient
 
@@ -444,7 +444,7 @@ def recorded(placeholder: Callable[[Any], Any]) -> Iterator[Records]:
             raise Refused("changes gradients before an optimizer applies them")
         if any(update.optimizer is optimizer for update in records.updates):
             raise Refused("applies an optimizer more than once")
-        records.updates.append(Update(optimizer, variables, indices.pop()))
+        records.updates.append(TracedUpdate(optimizer, variables, indices.pop()))
         graph = getattr(records.losses[-1], "graph", None)
         records.positions.append(0 if graph is None else len(graph.get_operations()))
 
