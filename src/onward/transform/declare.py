@@ -127,7 +127,7 @@ def check_batch_axis(
     if scalar := next((name for name in own & inputs.keys() if inputs[name].shape == ir.Shape([])), None):
         raise DataError(
             f"`{scalar}` is one number, which has no samples",
-            hint=f'give the number: `constants={{"{scalar}": 16000}}` (`--constant {scalar}=16000`)',
+            hint=f'give the number: `constants={{"{scalar}": 1.0}}` (`--constant {scalar}=1.0`)',
         )
     shapes = {name: list(value.shape) for name, value in inputs.items() if value.shape is not None and len(value.shape)}
     symbols = {name: [getattr(dim, "value", None) for dim in shape] for name, shape in shapes.items()}
