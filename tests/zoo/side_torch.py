@@ -15,8 +15,8 @@ import onward
 from onward.frameworks.torch.arguments import Flat, tensors_of
 from zoo import STEPS, Run, nudged, targets_of
 
-NUDGES = 2
-"""Runs with other last digits."""
+NUDGES = 4
+"""Runs with other weights: with other last digits, or moved by as much as sums of many terms are rounded."""
 
 
 @dataclasses.dataclass

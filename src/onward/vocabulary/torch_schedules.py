@@ -142,10 +142,9 @@ def restart_position(period: int, mult: int, position: int) -> dict[str, int]:
 REFUSED_SCHEDULERS = {
     "ReduceLROnPlateau": (
         "it depends on a metric that a training model does not compute",
-        "set the rate between runs, or use another scheduler",
+        "leave `scheduler` out, and set the rate in the file: `training.set('group0/lr', 1e-4)`",
     ),
     "CyclicLR": ("training models have no such cycles", "use CosineAnnealingWarmRestarts or OneCycleLR"),
-    "MultiplicativeLR": ("its function is unknown", "use StepLR, MultiStepLR or ExponentialLR"),
 }
 """Class of torch.optim.lr_scheduler -> problem and hint."""
 

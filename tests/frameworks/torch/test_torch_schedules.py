@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -54,6 +55,13 @@ def in_the_graph(specs: list[Spec], steps: int) -> np.ndarray:
 
 TORCH: dict[str, Make] = {
     "StepLR": lambda o: s.StepLR(o, 7, 0.5),
+    "LambdaLR, powers": lambda o: s.LambdaLR(o, lambda t: 0.95**t),
+    "LambdaLR, steps": lambda o: s.LambdaLR(o, lambda t: 0.5 ** (t // 10)),
+    "LambdaLR, a root": lambda o: s.LambdaLR(o, lambda t: 1 / math.sqrt(1 + t / 100)),
+    "LambdaLR, a cosine": lambda o: s.LambdaLR(o, lambda t: 0.1 + 0.45 * (1 + math.cos(math.pi * min(t, 33) / 33))),
+    "LambdaLR, lines": lambda o: s.LambdaLR(o, lambda t: t / 9 if t < 9 else max(0.0, (50 - t) / 41)),
+    "LambdaLR, numbers": lambda o: s.LambdaLR(o, lambda t: 1 if t < 13 else 0.1 if t < 40 else 0.01),
+    "MultiplicativeLR": lambda o: s.MultiplicativeLR(o, lambda t: 0.97),
     "MultiStepLR": lambda o: s.MultiStepLR(o, [3, 20, 20, 41], 0.3),
     "MultiStepLR without any": lambda o: s.MultiStepLR(o, []),
     "ExponentialLR": lambda o: s.ExponentialLR(o, 0.97),
@@ -183,18 +191,12 @@ def get_constant_schedule_with_warmup(num_warmup_steps: int) -> Callable[[int], 
     return lambda step: min(1.0, step / num_warmup_steps) ** 2
 
 
-def get_cosine_schedule_with_warmup(mine: int) -> Callable[[int], float]:
-    """Nor are its numbers."""
-    return lambda step: min(1.0, step / mine)
-
-
 def test_a_function_is_believed_if_it_does_what_its_name_says() -> None:
     scheduler = s.LambdaLR(sgd(), get_linear_schedule_with_warmup(4, 30))
     found = in_the_graph(read_schedule(scheduler).specs, STEPS)
     np.testing.assert_allclose(found, rates_of(scheduler, STEPS), rtol=1e-12, atol=1e-15)
-    for function in (get_constant_schedule_with_warmup(9), get_cosine_schedule_with_warmup(9)):
-        with pytest.raises(UnsupportedError, match="its function is unknown"):
-            read_schedule(s.LambdaLR(sgd(), function))
+    with pytest.raises(UnsupportedError, match="its function is unknown"):
+        read_schedule(s.LambdaLR(sgd(), get_constant_schedule_with_warmup(9)))
 
 
 # ---- to PyTorch ------------------------------------------------------------------------------------------------------
@@ -320,8 +322,9 @@ class Mine(s.StepLR):
     [
         (lambda o: s.ReduceLROnPlateau(o), "depends on a metric"),
         (lambda o: s.CyclicLR(o, 0.1, 0.2, cycle_momentum=False), "no such cycles"),
-        (lambda o: s.MultiplicativeLR(o, lambda t: 0.9), "function is unknown"),
-        (lambda o: s.LambdaLR(o, lambda t: 0.9**t), "function is unknown"),
+        (lambda o: s.MultiplicativeLR(o, lambda t: 0.9 if t < 5000 else 0.8), "factor changes"),
+        (lambda o: s.LambdaLR(o, lambda t: 1 / (1 + 0.1 * t)), "function is unknown"),
+        (lambda o: s.LambdaLR(o, lambda t: 1.0 if t < 30_000 else 0.1), "function is unknown"),
         (lambda o: s.LambdaLR(o, [lambda t: 0.9**t, lambda t: 0.8**t]), "different functions"),
         (lambda o: Mine(o, 3), "the class `Mine` is unknown"),
         (lambda o: s.ChainedScheduler([s.StepLR(o, 3), s.ExponentialLR(o, 0.9)]), "product of schedules"),

@@ -136,7 +136,9 @@ class StepGraphs:
         self._loss_name = str(gradients.loss)
         self._updates = gradients.update
         terms = describe(model).steps[0].loss.terms
-        self._watched = list(dict.fromkeys(term.output for term in terms))
+        is_custom = any(term.name == "custom" for term in terms)  # it may read all outputs
+        outputs = [value.name or "" for value in model.outputs] if is_custom else []
+        self._watched = list(dict.fromkeys([*(term.output for term in terms), *outputs]))
         self._targets = [name for term in terms for name in term.inputs]
         self.frozen = frozen_weights(model)
         pairs = model.step().fact("train.forward") or {}

@@ -7,7 +7,8 @@ import inspect
 import math
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer, lr_scheduler
@@ -171,6 +172,8 @@ class _Reader:
             return self._lambda(scheduler)
         if scheduler_class is lr_scheduler.OneCycleLR:
             return self._one_cycle(scheduler)
+        if scheduler_class is lr_scheduler.MultiplicativeLR:
+            return self._multiplicative(scheduler)
         problem = f"the formula of the class `{scheduler_class.__qualname__}` is unknown"
         self._problems.add(problem, "use one of torch.optim.lr_scheduler")
         return []
@@ -214,6 +217,14 @@ class _Reader:
             self._problems.add(problem, "use one of torch.optim.lr_scheduler, or `transformers.get_scheduler`")
         return pieces or []
 
+    def _multiplicative(self, scheduler: Any) -> Pieces:
+        """Return an exponential, if the factor is the same at all steps and for all groups."""
+        factors = {function(step) for function in scheduler.lr_lambdas for step in _steps_to_compare()}
+        if len(factors) == 1:
+            return [(Spec("exponential", {"gamma": float(factors.pop())}), FOREVER)]
+        self._problems.add("its factor changes", "use StepLR, MultiStepLR or SequentialLR")
+        return []
+
     def _one_cycle(self, scheduler: Any) -> Pieces:
         if scheduler.cycle_momentum:
             problem = "it changes the momentum, which is constant in a training model"
@@ -236,10 +247,61 @@ def read_lambda(function: Callable[[int], float], bases: Sequence[float]) -> Pie
     name, numbers = _origin(function)
     reader = READERS.get(name)
     if reader is None or not numbers.keys() <= inspect.signature(reader).parameters.keys():
-        return None
-    pieces = reader(bases[0], **numbers)
-    relative = len(set(bases)) > 1 and any(spec.options.get("min") or spec.options.get("end") for spec, _ in pieces)
-    return pieces if not relative and _agrees(function, Factor(bases[0], complete(pieces)), numbers) else None
+        candidates, numbers = _candidates(function, bases[0]), {}
+    else:
+        candidates = iter([reader(bases[0], **numbers)])
+    for pieces in candidates:
+        relative = len(set(bases)) > 1 and any(spec.options.get("min") or spec.options.get("end") for spec, _ in pieces)
+        if not relative and _agrees(function, Factor(bases[0], complete(pieces)), numbers):
+            return pieces
+    return None
+
+
+_DENSE = 20_000
+"""Steps whose factors are all looked at, for a function of the user."""
+_MOST_PIECES = 16
+
+
+def _candidates(function: Callable[[int], float], base: float) -> Iterator[Pieces]:
+    """Yield schedules that begin as a function does: powers, steps, cosines, lines one after another."""
+    try:
+        first = [float(function(step)) for step in range(3)]
+    except Exception:  # of a function of the user
+        return
+    if first[0] == 1 and 0 < first[1] < 1:
+        yield [(Spec("exponential", {"gamma": first[1]}), FOREVER)]
+        yield [(Spec("inverse_sqrt", {"timescale": 1 / (first[1] ** -2 - 1)}), FOREVER)]
+        cosine = (1 - first[2]) / (1 - first[1]) / 2 - 1  # of pi / steps: both distances from 1 are known
+        if -1 < cosine < 1:
+            steps = round(math.pi / math.acos(cosine))
+            least = round(1 - 2 * (1 - first[1]) / (1 - math.cos(math.pi / steps)), 9)
+            for after in ("floor", "torch"):
+                yield [(Spec("cosine", {"steps": steps, "min": least * base, "after": after}), FOREVER)]
+    factors = [float(function(step)) for step in range(_DENSE)]
+    if set(factors) == {1.0}:
+        yield [(Spec("constant"), FOREVER)]
+    size = next((step for step, factor in enumerate(factors) if factor != factors[0]), 0)
+    if size and factors[0] == 1:
+        yield [(Spec("step", {"size": size, "gamma": factors[size]}), FOREVER)]
+    yield from _lines(factors)
+
+
+def _lines(factors: Sequence[float]) -> Iterator[Pieces]:
+    """Yield straight lines, one after another, the last of which is constant."""
+    pieces: Pieces = []
+    start = 0
+    while start < len(factors) and len(pieces) < _MOST_PIECES:
+        slope, end = factors[min(start + 1, len(factors) - 1)] - factors[start], start
+        while end + 1 < len(factors) and abs(factors[start] + slope * (end + 1 - start) - factors[end + 1]) < 1e-12:
+            end += 1
+        length = end - start if factors[end] != factors[start] else 1
+        options = {"steps": length, "start_factor": factors[start], "end_factor": factors[end]}
+        pieces.append((Spec("linear", options), end + 1 - start))
+        start = end + 1
+    if start == len(factors) and factors[-1] == factors[-2]:
+        last, _ = pieces.pop()
+        ends = list(accumulate(length for _, length in pieces))
+        yield [*((spec, float(end)) for (spec, _), end in zip(pieces, ends, strict=True)), (last, FOREVER)]
 
 
 def _origin(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
@@ -253,13 +315,13 @@ def _origin(function: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
     return name, {key: value for key, value in numbers.items() if isinstance(value, int | float | str)}
 
 
+def _steps_to_compare() -> set[int]:
+    return {*range(_COMPARED_STEPS), *(2**i for i in range(24))}
+
+
 def _agrees(function: Callable[[int], float], factor: Factor, numbers: Mapping[str, Any]) -> bool:
     total = int(sum(value for value in numbers.values() if isinstance(value, int | float) and value > 1))
-    steps = {
-        *range(_COMPARED_STEPS),
-        *range(max(total - _COMPARED_STEPS, 0), total + _COMPARED_STEPS),
-        *(2**i for i in range(24)),
-    }
+    steps = {*_steps_to_compare(), *range(max(total - _COMPARED_STEPS, 0), total + _COMPARED_STEPS)}
     for value in numbers.values():
         if isinstance(value, int):
             steps |= {value - 1, value, value + 1}

@@ -408,7 +408,22 @@ def _cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     return op.ReduceSum(op.Mul(*normalized), axes, keepdims=0)
 
 
+def _distances(a: Any, b: Any, p: float, compute_mode: int | None = None) -> Any:
+    """Return the distances of all pairs of rows. Of equal rows, the gradient is 0."""
+    if p not in (1, 2):
+        raise NotImplementedError(f"cdist(p={p:g})")
+    last = op.Constant(value_ints=[-1])
+    between = op.Sub(op.Unsqueeze(a, op.Constant(value_ints=[-2])), op.Unsqueeze(b, op.Constant(value_ints=[-3])))
+    if p == 1:
+        return op.ReduceSum(op.Abs(between), last, keepdims=0)
+    squares = op.ReduceSum(op.Mul(between, between), last, keepdims=0)
+    zero, one = _constant(0, a), _constant(1, a)
+    is_equal = op.Equal(squares, zero)
+    return op.Where(is_equal, zero, op.Sqrt(op.Where(is_equal, one, squares)))
+
+
 TRANSLATIONS: dict[Any, Callable[..., Any]] = {
+    ops.aten._cdist_forward.default: _distances,
     **sequences.TRANSLATIONS,
     ops.aten.scaled_dot_product_attention.default: _attention,
     ops.aten.conv3d.default: _conv3d,
