@@ -43,6 +43,8 @@ def open_parameters(model: Model) -> tuple[Model, list[str]]:
     if hidden := functions_to_inline(model):
         model = inline(model, hidden)
     write_padding(model)
+    for value in [value for value in model.graph.inputs if value.is_initializer()]:  # of IR version 3, or a default
+        model.graph.inputs.remove(value)
     stored = dict(candidates(model.graph))
     chosen = [choice.name for choice in judge(model, model.outputs) if choice.role == "parameter"]
     parameters = [expose(model.graph, stored[name][0]).name or "" for name in chosen]
