@@ -161,6 +161,33 @@ def test_tied_weights_stay_one_in_keras() -> None:
         np.testing.assert_allclose(gradient[i, j], (losses[0] - losses[1]) / 2e-2, rtol=1e-3)
 
 
+OPEN_SIZES = """<ir_version: 10, opset_import: ["": 21]>
+    images (float[N, 2, H, W] image) => (float[N, C, X, Y] y) <float[3, 2, 3, 3] w, float[3, 2, 2, 2] t,
+        int64[8] pads = {0, 0, 1, 2, 0, 0, 2, 1}, float[4] scales = {1., 1., 2., 1.5}> {
+        a = Conv<auto_pad = "SAME_UPPER", strides = [2, 2]>(image, w)
+        b = MaxPool<ceil_mode = 1, kernel_shape = [2, 2], strides = [2, 2]>(a)
+        c = AveragePool<kernel_shape = [3, 3], pads = [1, 1, 1, 1]>(b)
+        d = ConvTranspose<strides = [2, 2], pads = [1, 0, 0, 1]>(c, t)
+        e = Pad<mode = "MODE">(d, pads)
+        f = Resize<mode = "nearest", nearest_mode = "floor", coordinate_transformation_mode = "asymmetric">(e, , scales)
+        g = Resize<mode = "linear">(f, , scales)
+        h = GlobalAveragePool(g)
+        y = Mul(g, h)
+    }"""
+
+
+@needs("tensorflow")
+@pytest.mark.parametrize("mode", ["reflect", "edge"])
+def test_open_sizes_in_tensorflow(mode: str) -> None:
+    model = onnx.parser.parse_model(OPEN_SIZES.replace("MODE", mode))
+    arrays = {"w": RNG.normal(size=(3, 2, 3, 3)), "t": RNG.normal(size=(3, 2, 2, 2))}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(x.astype(np.float32), n) for n, x in arrays.items())
+    module = onward.to_tensorflow(model)
+    for shape in ((1, 2, 19, 22), (2, 2, 24, 17)):
+        image = RNG.normal(size=shape).astype(np.float32)
+        np.testing.assert_allclose(module(image)["y"], stock(model, image), rtol=1e-4, atol=1e-5)
+
+
 PROGRAMS = {
     "torch": ("model.pt", "m = model.load('model.pt'); y = m(torch.from_numpy(x)).detach().numpy()"),
     "jax": ("model", "y = model.apply(model.load(), {'image': x})['logits']"),

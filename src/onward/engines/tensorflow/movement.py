@@ -121,9 +121,18 @@ def pad(x, pads, value=None, axes=None, *, mode):
     if mode == "constant":  # the value has no derivative in tf.pad
         inside = tf.pad(tf.ones_like(y, tf.bool), widths)
         return tf.where(inside, tf.pad(y, widths), tf.reshape(value, []))
-    for axis, width in enumerate(widths):
-        if any(width):
-            y = tf.gather(y, np.pad(np.arange(y.shape[axis]), width, mode), axis=axis)
+    for axis, (before, after) in enumerate(widths):
+        if before or after:
+            size = tf.cast(size_of(y, axis), tf.int64)
+            places = tf.range(-before, size + after)
+            if mode == "edge":
+                places = tf.clip_by_value(places, 0, size - 1)
+            elif mode == "wrap":
+                places = places % size
+            else:
+                around = places % tf.maximum(2 * (size - 1), 1)
+                places = tf.minimum(around, 2 * (size - 1) - around)
+            y = tf.gather(y, places, axis=axis)
     return y
 
 

@@ -13,10 +13,19 @@ import math
 import numpy as np
 import tensorflow as tf
 
-from onward.engines.framework import Operators
-from onward.engines.shared.spatial import as_resize, count_elements, find_largest, place_windows, root, sum_windows
-from onward.engines.shared.windows import cut_off, paddings, reach
-from onward.engines.tensorflow.types import sizes
+from onward.engines.framework import NotOnHost, Operators
+from onward.engines.shared.spatial import (
+    ATTRIBUTES,
+    Windows,
+    as_resize,
+    count_elements,
+    find_largest,
+    place_windows,
+    root,
+    sum_windows,
+)
+from onward.engines.shared.windows import cut_off, halves, paddings, reach
+from onward.engines.tensorflow.types import elements, shape_of, size_of, sizes, vector
 
 operators = Operators()
 
@@ -25,9 +34,19 @@ operators = Operators()
 def conv(x, w, b=None, *, auto_pad, dilations, group, pads, strides):
     rank = x.shape.rank - 2
     strides, dilations = strides or [1] * rank, dilations or [1] * rank
-    widths = paddings(auto_pad, pads, sizes(x, 2), w.shape[2:], strides, dilations)
+    x = tf.ensure_shape(x, [None, w.shape[1] * group, *[None] * rank])  # TensorFlow's kernels ask for channels
+    widths = _widths(x, auto_pad, pads, w.shape[2:], strides, dilations)
     y = _convolve(_pad(channels_last(x), widths), _kernel_last(w), group, strides, dilations)
     return channels_first(y if b is None else y + b)
+
+
+def _widths(x, auto_pad, pads, kernel, strides, dilations):
+    """Return the padding of each axis, as tensors for SAME with unknown sizes."""
+    if x.shape[2:].is_fully_defined() or not auto_pad.startswith("SAME"):
+        return paddings(auto_pad, pads, x.shape[2:], kernel, strides, dilations)
+    windows = zip(shape_of(x)[2:], map(reach, kernel, dilations), strides, strict=True)
+    totals = [tf.maximum(((n + s - 1) // s - 1) * s + covered - n, 0) for n, covered, s in windows]
+    return [halves(total, larger_last=auto_pad == "SAME_UPPER") for total in totals]
 
 
 def per_channel(b, rank):
@@ -49,7 +68,12 @@ def _kernel_last(w):
 
 
 def _pad(x, widths):
-    return tf.pad(x, [(0, 0), *widths, (0, 0)]) if np.any(widths) else x
+    return tf.pad(x, [(0, 0), *widths, (0, 0)]) if _pads(widths) else x
+
+
+def _pads(widths):
+    """True if there is padding, or it depends on sizes."""
+    return any(not isinstance(width, int) or width for pair in widths for width in pair)
 
 
 _LAYOUTS = {4: "NHWC", 5: "NDHWC"}
@@ -94,12 +118,13 @@ def conv_transpose(x, w, b=None, *, auto_pad, dilations, group, output_padding, 
     rank = x.shape.rank - 2
     strides, dilations, more = strides or [1] * rank, dilations or [1] * rank, output_padding or [0] * rank
     reaches = map(reach, w.shape[2:], dilations)
-    full = [(n - 1) * s + covered for n, s, covered in zip(x.shape[2:], strides, reaches, strict=True)]
-    cut = cut_off(auto_pad, pads, x.shape[2:], w.shape[2:], strides, dilations, more, output_shape)
+    full = [(n - 1) * s + covered for n, s, covered in zip(shape_of(x)[2:], strides, reaches, strict=True)]
+    known_sizes = sizes(x, 2) if output_shape or auto_pad.startswith("SAME") else x.shape[2:]
+    cut = cut_off(auto_pad, pads, known_sizes, w.shape[2:], strides, dilations, more, output_shape)
     y = _convolve_transposed(channels_last(x), _with_gaps(_kernel_last(w), dilations), group, strides, full)
     ends = [(-low, m - high) for (low, high), m in zip(cut, more, strict=True)]  # negative: crop, positive: pad
     y = _pad(y, [(max(low, 0), max(high, 0)) for low, high in ends])
-    inside = [slice(max(-low, 0), n + min(high, 0)) for n, (low, high) in zip(y.shape[1:-1], ends, strict=True)]
+    inside = [slice(max(-low, 0), min(high, 0) or None) for low, high in ends]
     y = y[(slice(None), *inside)]
     return channels_first(y if b is None else y + b)
 
@@ -110,7 +135,9 @@ def _convolve_transposed(x, w, group, strides, sizes):
     if rank == 1:
         x, w, strides, sizes = x[:, None], w[None], [1, *strides], [1, *sizes]
     results = [
-        tf.nn.conv_transpose(image, kernel, [x.shape[0], *sizes, kernel.shape[-2]], strides, "VALID")
+        tf.nn.conv_transpose(
+            image, kernel, tf.cast(vector([size_of(x, 0), *sizes, kernel.shape[-2]]), tf.int32), strides, "VALID"
+        )
         for image, kernel in zip(tf.split(x, group, -1), tf.split(w, group, -1), strict=True)
     ]
     y = tf.concat(results, -1)
@@ -123,7 +150,7 @@ def _convolve_transposed(x, w, group, strides, sizes):
 def _native(pool, x, windows, filling):
     """Apply a pooling function of TensorFlow to a padded image."""
     widths = [(0, 0), (0, 0), *windows.added]
-    filled = tf.pad(x, widths, constant_values=tf.cast(filling, x.dtype)) if np.any(widths) else x
+    filled = tf.pad(x, widths, constant_values=tf.cast(filling, x.dtype)) if _pads(widths) else x
     last, kernel, strides = channels_last(filled), windows.kernel, windows.strides
     if len(kernel) == 1:
         return channels_first(pool(last[:, None], [1, *kernel], [1, *strides], "VALID")[:, 0])
@@ -135,23 +162,44 @@ def _has_kernel(x, windows):
     return x.dtype in types and len(windows.kernel) <= 3 and max(windows.dilations) == 1
 
 
+def _place(x, kernel, auto_pad, ceil_mode, dilations, pads, strides):
+    if x.shape[2:].is_fully_defined():
+        return place_windows(x, kernel, auto_pad, ceil_mode, dilations, pads, strides)
+    slide = kernel, strides or [1] * len(kernel), dilations or [1] * len(kernel)
+    asked = added = _widths(x, auto_pad, pads, *slide)
+    if ceil_mode:
+        added = []
+        windows = zip(asked, shape_of(x)[2:], slide[1], map(reach, kernel, slide[2]), strict=True)
+        for (before, after), n, s, covered in windows:
+            count = (before + n + after - covered + s - 1) // s + 1
+            count -= tf.cast((count - 1) * s >= before + n, tf.int64)  # it would start in the padding
+            added.append((before, tf.maximum((count - 1) * s + covered - before - n, after)))
+    return Windows(*slide, asked, added)
+
+
 @operators.define("MaxPool")
 def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_order, strides, outputs):
-    sizes(x, 2)  # raises if they are unknown
-    windows = place_windows(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
+    windows = _place(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
     if outputs == 1 and _has_kernel(x, windows):
         return _native(tf.nn.max_pool3d if len(kernel_shape) == 3 else tf.nn.max_pool2d, x, windows, -math.inf)
+    sizes(x, 2)  # raises if they are unknown
     return find_largest(x, windows, -math.inf if x.dtype.is_floating else x.dtype.min, storage_order, outputs)
 
 
 @operators.define("AveragePool")
 def average_pool(x, *, auto_pad, ceil_mode, count_include_pad, dilations, kernel_shape, pads, strides):
+    windows = _place(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
+    mean = tf.nn.avg_pool3d if len(kernel_shape) == 3 else tf.nn.avg_pool2d
+    if _has_kernel(x, windows) and not x.shape[2:].is_fully_defined():
+        if ceil_mode or auto_pad.startswith("SAME"):
+            raise NotOnHost
+        means, has_padding = _native(mean, x, windows, 0), np.any(windows.asked) and not count_include_pad
+        return means / _native(mean, tf.ones_like(x), windows, 0) if has_padding else means
     sizes(x, 2)
-    windows = place_windows(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
     numbers, all_of_them = count_elements(x, windows, count_include_pad), math.prod(kernel_shape)
     if not _has_kernel(x, windows):
         return sum_windows(x, windows) / tf.constant(numbers, x.dtype)
-    means = _native(tf.nn.avg_pool3d if len(kernel_shape) == 3 else tf.nn.avg_pool2d, x, windows, 0)
+    means = _native(mean, x, windows, 0)
     return means if (numbers == all_of_them).all() else means * tf.constant(all_of_them / numbers, x.dtype)
 
 
@@ -159,9 +207,9 @@ def _globally(reduce):
     """Return the global pool of a function [N, C, elements] -> [N, C]."""
 
     def pooled(x, **attributes):
-        channels, *shape = sizes(x, 1)
-        planes = tf.reshape(x, [-1, channels, math.prod(shape)])
-        return tf.reshape(reduce(planes, **attributes), [-1, channels, *[1] * len(shape)])
+        channels = shape_of(x)[:2]
+        planes = tf.reshape(x, vector([*channels, -1]))
+        return tf.reshape(reduce(planes, **attributes), vector([*channels, *[1] * (x.shape.rank - 2)]))
 
     return pooled
 
@@ -181,9 +229,68 @@ operators(
 # ---- grids -----------------------------------------------------------------------------------------------------------
 
 
+def _resize_open(x, roi, scales, wanted, *, mode, axes=None, **named):
+    """Resize axes of unknown size, by the nearest element or by two neighbors."""
+    is_plain = not named["antialias"] and not named["exclude_outside"] and (roi is None or roi.shape == (0,))
+    if mode == "cubic" or not is_plain or named["keep_aspect_ratio_policy"] != "stretch" or not x.dtype.is_floating:
+        raise NotOnHost
+    by_sizes = wanted is not None and wanted.shape != (0,)
+    chosen = range(x.shape.rank) if axes is None else [axis % x.shape.rank for axis in axes]
+    for axis, number in zip(chosen, elements(wanted if by_sizes else scales), strict=True):
+        if isinstance(number, int | float) and number == (x.shape[axis] if by_sizes else 1):
+            continue
+        before, number = (tf.cast(size, tf.float64) for size in (size_of(x, axis), number))
+        after, factor = (number, number / before) if by_sizes else (tf.floor(before * number), number)
+        places = tf.range(after, dtype=tf.float64)
+        match named["coordinate_transformation_mode"]:
+            case "half_pixel":
+                places = (places + 0.5) / factor - 0.5
+            case "pytorch_half_pixel":
+                places = tf.where(after > 1, (places + 0.5) / factor - 0.5, 0)
+            case "align_corners":
+                places = places * (before - 1) / tf.maximum(factor * before - 1, 1)
+            case "asymmetric":
+                places = places / factor
+            case _:
+                raise NotOnHost
+        x = _pick(x, axis, places, before, named["nearest_mode"] if mode == "nearest" else None)
+    return x
+
+
+_ROUNDINGS = {
+    "round_prefer_floor": lambda x: tf.math.ceil(x - 0.5),
+    "round_prefer_ceil": lambda x: tf.floor(x + 0.5),
+    "floor": tf.floor,
+    "ceil": tf.math.ceil,
+}
+
+
+def _pick(x, axis, places, size, rounding):
+    """Return the elements at places along an axis, rounded or between two neighbors."""
+
+    def at(places):
+        return tf.gather(x, tf.cast(tf.clip_by_value(places, 0, size - 1), tf.int64), axis=axis)
+
+    if rounding is not None:
+        return at(_ROUNDINGS[rounding](places))
+    first = tf.floor(places)
+    part = tf.reshape(tf.cast(places - first, x.dtype), [-1 if i == axis else 1 for i in range(x.shape.rank)])
+    return at(first) * (1 - part) + at(first + 1) * part
+
+
 @operators.define("Resize")
+def resize(x, roi=None, scales=None, wanted=None, **named):
+    is_known = all(value is None or isinstance(value, np.ndarray) for value in (scales, wanted))
+    if is_known and x.shape.is_fully_defined():
+        return _resize_known(x, roi, scales, wanted, **named)
+    return _resize_open(x, roi, scales, wanted, **named)
+
+
+resize.asks_for = ATTRIBUTES
+
+
 @functools.partial(as_resize, shape_of=sizes)
-def resize(x, along, extrapolation_value, mode):
+def _resize_known(x, along, extrapolation_value, mode):
     rank, y = x.shape.rank, x if mode == "nearest" or x.dtype.is_floating else tf.cast(x, tf.float32)
     outside = np.zeros([1] * rank, bool)
     for change in along:

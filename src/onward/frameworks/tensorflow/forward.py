@@ -18,7 +18,7 @@ from onward.arguments import checked
 from onward.engines.framework import Framework
 from onward.engines.framework_engine import Tensors, computation, interpreter
 from onward.engines.tensorflow import TensorFlow
-from onward.errors import Error, UnsupportedError
+from onward.errors import Error, UnsupportedError, first_line
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
 from onward.frameworks.inference import open_parameters, try_outputs
 from onward.frameworks.program.source_text import Identifiers
@@ -137,11 +137,15 @@ def _trace(module: InferenceModule, name: str) -> None:
     function = getattr(module, name)
     try:
         function.get_concrete_function()
-    except Error as error:
+    except (Error, TypeError, ValueError) as error:  # operators cannot have a number of axes that tracing does not know
         open_sizes = any(None in (spec.shape or [None]) for spec in function.input_signature)
+        notes = getattr(error, "__notes__", [])
+        reason = error.message if isinstance(error, Error) else " ".join([first_line(error), *notes])
         raise UnsupportedError(
-            f"TensorFlow cannot trace `{name}`: {error.message}",
-            hint='fix dynamic sizes: `to_tensorflow(model, sizes={"N": 32})`' if open_sizes else None,
+            f"TensorFlow cannot trace `{name}`: {reason}",
+            hint='fix dynamic sizes: `to_tensorflow(model, sizes={"N": 32})`'
+            if open_sizes
+            else "convert to PyTorch or JAX: `onward.to_torch(model)`",
         ) from error
 
 
