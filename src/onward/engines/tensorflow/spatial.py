@@ -286,7 +286,7 @@ def resize(x, roi=None, scales=None, wanted=None, **named):
     return _resize_open(x, roi, scales, wanted, **named)
 
 
-resize.asks_for = ATTRIBUTES
+resize.asks_for = ATTRIBUTES  # type: ignore[attr-defined]
 
 
 @functools.partial(as_resize, shape_of=sizes)

@@ -127,7 +127,7 @@ def _merge(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make | None
                 return _elementwise(b, node, keras.layers.Rescaling, x, scale=scale, offset=offset)
     shapes = [value.shape for value in inputs]
     batches = {(len(shape), shape[0] if isinstance(shape[0], int) else None) for shape in shapes if shape}
-    is_alike = None not in shapes and len(batches) == 1
+    is_alike = None not in shapes and len(batches) == 1 and next(iter(batches))[0] > 1
     if len(inputs) < 2 or not is_alike or not _is_float(node) or not all(map(b.is_tensor, inputs)):
         return None
 
@@ -271,6 +271,8 @@ def _dense(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make | None
     if x is None or not b.is_tensor(x) or weight is None or weight.ndim != 2 or (rank_of(x) or 0) < 2:
         return None
     weight = weight.T if is_gemm and named["transB"] else weight
+    if x.shape is None or x.shape[-1] != weight.shape[0]:  # Keras asks for it
+        return None
     units, y = weight.shape[1], node.outputs[0]
     if len(node.inputs) > 2 and node.inputs[2] is not None and (bias is None or bias.ndim > 1 or bias.size != units):
         return None
@@ -395,7 +397,7 @@ def _transposed_convolution(b: LayerBuilder, node: ir.Node, named: dict[str, Any
 @row("BatchNormalization")
 def _batch_normalization(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make | None:
     x, weights = node.inputs[0], [b.array(value) for value in node.inputs[1:]]
-    if x is None or not b.is_tensor(x) or named["training_mode"] or any(w is None for w in weights):
+    if x is None or not b.is_tensor(x) or named["training_mode"] or any(w is None for w in weights) or not _channels(x):
         return None
     momentum = round(float(named["momentum"]), 7)
     options = {"momentum": momentum, "epsilon": float(named["epsilon"])}

@@ -8,6 +8,8 @@ each made from the other by a Permute when it is first read.
 from __future__ import annotations
 
 import base64
+import functools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ import onnx_ir as ir
 
 from onward.constants import constant_tensor
 from onward.engines.keras.types import available
+from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import model_of, open_initializers
 from onward.frameworks.keras.layer_rows import ROWS, SHARED, Layout, Make, dtype_of, rank_of
 from onward.frameworks.keras.step_graphs import Executable
@@ -63,6 +66,16 @@ class Operations(keras.layers.Layer):  # type: ignore[misc]
         results = list(self._execute(tensors).values())
         return results[0] if len(results) == 1 else results
 
+    def compute_output_spec(self, inputs: Any) -> Any:
+        """Return shapes as the graph has them; tracing would ask for sizes that are known when it runs."""
+        outputs = self.model.outputs
+        if any(value.shape is None or value.dtype is None for value in outputs):
+            return super().compute_output_spec(inputs)
+        sizes = [[size if isinstance(size, int) else None for size in value.shape or ()] for value in outputs]
+        names = [available(value.dtype.numpy().name) for value in outputs if value.dtype is not None]
+        specs = [keras.KerasTensor(shape, dtype) for shape, dtype in zip(sizes, names, strict=True)]
+        return specs[0] if len(specs) == 1 else specs
+
     def get_config(self) -> dict[str, Any]:
         return {**super().get_config(), "graph": self._graph, "trained": self.trained}
 
@@ -92,8 +105,9 @@ class LayerBuilder:
         self._names = Identifiers()
         self._tensors: dict[ir.Value, dict[Layout, Any]] = {}
         self._merged: set[ir.Node] = set()
-        self._computed: set[ir.Value] = set()
-        """Values that depend on no input, except by its shape. They are computed where they are read."""
+        self._computed: dict[ir.Value, set[ir.Value]] = {}
+        """Values that depend on no input, except by shapes, those of these tensors. They are computed where they are
+        read."""
 
     def build(self) -> Any:
         inputs = []
@@ -120,27 +134,53 @@ class LayerBuilder:
         for node in self.model.graph:
             if node in self._merged:
                 continue
-            read = [value for value in read_by(node) if self.is_tensor(value)]
+            read, sources = [value for value in read_by(node) if self.is_tensor(value)], self._sources(node)
             if node.op_type in ("Shape", "Size") or not read:
-                self._computed.update(node.outputs)
+                self._computed |= dict.fromkeys(node.outputs, sources)
                 continue
             make = self._layer(node)
-            stage = max(stages.get(value, 0) + (make is not None and value in in_groups) for value in read)
+            if make is None:
+                stage = max(stages.get(value, 0) for value in sources)
+            else:
+                stage = max(stages.get(value, 0) + (value in in_groups) for value in read)
             results = list(node.outputs)
             if make is None:
                 groups.setdefault(stage, []).append(node)
                 in_groups.update(results)
             else:
-                layers.setdefault(stage, []).append(make)
+                layers.setdefault(stage, []).append(functools.partial(_make, node, make))
                 results += [output for merged in self._merged for output in merged.outputs if output not in stages]
             stages.update(dict.fromkeys(results, stage))
         for stage in range(max([-1, *groups, *layers]) + 1):
             yield from layers.get(stage, [])
-            for nodes in _components(groups.get(stage, [])):
+            for nodes in self._components(groups.get(stage, [])):
                 yield lambda nodes=nodes: self._operations(nodes)  # type: ignore[misc]
         rest = [value for value in self.model.graph.outputs if value in self._computed]
         if rest:
             yield lambda: self._operations([], rest)
+
+    def _sources(self, node: ir.Node) -> set[ir.Value]:
+        """Return the tensors that a node reads, also by shapes of them."""
+        read = [value for value in read_by(node) if value in self._computed or self.is_tensor(value)]
+        return {source for value in read for source in self._computed.get(value, {value})}
+
+    def _components(self, nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
+        """Return groups of nodes that are connected by the values that they pass on."""
+        parents: dict[ir.Node, ir.Node] = {node: node for node in nodes}
+
+        def root(node: ir.Node) -> ir.Node:
+            while parents[node] is not node:
+                node = parents[node]
+            return node
+
+        for node in nodes:
+            for value in self._sources(node):
+                if (producer := value.producer()) in parents:
+                    parents[root(node)] = root(producer)
+        groups: dict[ir.Node, list[ir.Node]] = {}
+        for node in nodes:
+            groups.setdefault(root(node), []).append(node)
+        return list(groups.values())
 
     def is_tensor(self, value: ir.Value | None) -> bool:
         """True if a value depends on elements of an input."""
@@ -251,7 +291,14 @@ class LayerBuilder:
         results += outputs
         part = extract(self.model, [v.name or "" for v in inputs], [v.name or "" for v in results])
         layer = self._operations_layer(part, (nodes[0].name if nodes else "") or "operations")
-        tensors = layer([self.get(value) for value in inputs])
+        try:
+            tensors = layer([self.get(value) for value in inputs])
+        except Exception as error:  # of any backend
+            operators = list_names(list(dict.fromkeys(node.op_type for node in nodes)), 5)
+            raise UnsupportedError(
+                f"Keras cannot trace {operators}: {_reason(error)}",
+                hint=_OTHERWISE,
+            ) from error
         for value, tensor in zip(results, tensors if len(results) > 1 else [tensors], strict=True):
             self.put(value, tensor)
 
@@ -261,24 +308,24 @@ class LayerBuilder:
         return Operations(graph, trained, name=self._names.like(name))
 
 
+_OTHERWISE = "convert to PyTorch: `onward.to_torch(model)`, or fix sizes: `onward set MODEL --shape NAME=1,64`"
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error that is not about the call, without the colors of Keras."""
+    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
+    return next((line for line in lines if line and not line.startswith("Exception encountered")), "")
+
+
+def _make(node: ir.Node, make: Make) -> None:
+    try:
+        make()
+    except Exception as error:  # of any backend
+        raise UnsupportedError(
+            f"Keras fails in `{node.op_type}` (node `{node.name}`): {_reason(error)}",
+            hint=_OTHERWISE,
+        ) from error
+
+
 def _constants(node: ir.Node) -> list[ir.Value | None]:
     return [value for value in node.inputs if value is None or constant_tensor(value) is not None]
-
-
-def _components(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
-    """Return groups of nodes that are connected by the values that they pass on."""
-    parents: dict[ir.Node, ir.Node] = {node: node for node in nodes}
-
-    def root(node: ir.Node) -> ir.Node:
-        while parents[node] is not node:
-            node = parents[node]
-        return node
-
-    for node in nodes:
-        for value in read_by(node):
-            if (producer := value.producer()) in parents:
-                parents[root(node)] = root(producer)
-    groups: dict[ir.Node, list[ir.Node]] = {}
-    for node in nodes:
-        groups.setdefault(root(node), []).append(node)
-    return list(groups.values())
