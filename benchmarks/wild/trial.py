@@ -198,6 +198,8 @@ def trial(path: str, settings: Mapping[str, Any], report: dict[str, Any]) -> Non
     stock = Stock(path, settings)
     spec, output, name = spec_of(settings.get("loss"), stock)
     report["loss"] = spec
+    if output and any(np.isnan(result[output]).any() for result in stock.results):
+        raise RuntimeError(f"`{output}` is NaN with made-up data")
     options = dict(settings.get("options", {}))
     recipe = {"loss": spec, "lr": settings.get("lr", 1e-4), **options}
     report["stage"] = "prepare"
