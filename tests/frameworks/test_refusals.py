@@ -73,6 +73,21 @@ class TestTorch:
         with pytest.warns(UserWarning, match=re.escape(f"({path}, line 2)")):
             from_torch(module)()
 
+    def test_derivatives_of_their_own(self):
+        """A gradient reversal has the forward pass of an identity."""
+
+        class Reversal(torch().autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, slope):
+                return -slope
+
+        module = of_forward(lambda layer, x: Reversal.apply(layer(x)))
+        refused(from_torch(module), UnsupportedError, "`Reversal`", "test_refusals.py, line", hint="detach")
+
     def test_numbers_that_python_draws(self):
         module = of_forward(lambda layer, x: layer(x) if random.random() < 2 else x)
         refused(from_torch(module), UnsupportedError, "draws random numbers from `random`", hint="dropout")

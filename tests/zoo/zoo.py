@@ -282,15 +282,19 @@ def record(outcomes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
 
 
 def counts() -> list[tuple[str, ...]]:
-    """Return framework, family, number of models and, for each route, how many are exact."""
+    """Return framework, family, number of models and, for each route, how many are exact, of those tried."""
     families: dict[tuple[str, str], list[Mapping[str, Sequence[str]]]] = {}
     for key, outcomes in recorded().items():
         framework, family, _ = key.split("/", 2)
         families.setdefault((framework, family), []).append(outcomes)
     lines = []
     for (framework, family), of_family in families.items():
-        exact = (sum(outcomes.get(route, ("",))[0] == EXACT for outcomes in of_family) for route in ROUTES)
-        lines.append((FRAMEWORKS[framework], family, str(len(of_family)), *map(str, exact)))
+        cells = []
+        for route in ROUTES:
+            tries = sum(route in outcomes or "capture" in outcomes for outcomes in of_family)
+            exact = str(sum(outcomes.get(route, ("",))[0] == EXACT for outcomes in of_family))
+            cells.append(exact if tries == len(of_family) else f"{exact} of {tries}")
+        lines.append((FRAMEWORKS[framework], family, str(len(of_family)), *cells))
     return lines
 
 

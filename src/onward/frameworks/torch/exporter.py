@@ -277,7 +277,7 @@ def _trace(flat: Flat, dims: tuple[Any, ...]) -> tuple[torch.export.ExportedProg
     """Trace a module. Return also the lines that branch on values of tensors, where the example decides."""
 
     def trace(readings: Readings | None = None) -> torch.export.ExportedProgram:
-        with Traceable(readings), symbolic_lengths(), traceable_sequences():
+        with Traceable(readings), symbolic_lengths(), traceable_sequences(), _refuse_own_derivatives():
             return torch.export.export(flat, tuple(flat.inputs.values()), dynamic_shapes=(dims,), strict=False)
 
     try:
@@ -303,6 +303,24 @@ def _trace(flat: Flat, dims: tuple[Any, ...]) -> tuple[torch.export.ExportedProg
         ):
             program = trace(readings)
     return program, list(readings.lines)
+
+
+@contextlib.contextmanager
+def _refuse_own_derivatives() -> Iterator[None]:
+    """Refuse functions with a `backward` of their own where it counts: a graph has the derivative of its operators."""
+    apply = torch.autograd.Function.apply
+
+    def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+            line = _last_user_line(traceback.extract_stack())
+            raise UnsupportedError(
+                f"`{function.__name__}` has a derivative of its own" + (f" ({line})" if line else ""),
+                hint="call operations of PyTorch in its place; a part without gradient is `x.detach()`",
+            )
+        return apply.__func__(function, *args, **kwargs)
+
+    with unittest.mock.patch.object(torch.autograd.Function, "apply", classmethod(checked)):
+        yield
 
 
 def _depends_on_values(error: Exception) -> bool:
