@@ -307,7 +307,7 @@ def _trace(flat: Flat, dims: tuple[Any, ...]) -> tuple[torch.export.ExportedProg
 
 @contextlib.contextmanager
 def _refuse_own_derivatives() -> Iterator[None]:
-    """Refuse functions with a `backward` of their own where it counts: a graph has the derivative of its operators."""
+    """Refuse functions that define `backward`, where it counts: a graph has the derivative of its operators."""
     apply = torch.autograd.Function.apply
 
     def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
