@@ -88,6 +88,7 @@ class Writing(Live):
             "MatMul": self._matmul,
             "Gemm": self._gemm,
             "onward.Linear": self._linear,
+            "onward.InTraining": _refuse_modes,
             "Conv": self._conv,
             "Dropout": self._dropout,
             "BatchNormalization": self._batch_norm,
@@ -342,3 +343,10 @@ class _Sizes:
             if isinstance(symbol, torch.SymInt) and not isinstance(size, int):
                 self.names.setdefault(str(symbol.node.expr), str(size.value or f"{value.name}_{i}"))
         return Value(tensor, name=value.name or "")
+
+
+def _refuse_modes(inference: torch.Tensor, training: torch.Tensor) -> torch.Tensor:
+    raise UnsupportedError(
+        "a layer computes something else in training, which a written module does not",
+        hint="use the live module: `onward.to_torch(training)`",
+    )
