@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.frameworks.jax import from_jax as from_jax, to_jax as to_jax
     from onward.frameworks.keras import from_keras as from_keras, to_keras as to_keras
     from onward.frameworks.tensorflow import from_tensorflow as from_tensorflow, to_tensorflow as to_tensorflow
+    from onward.frameworks.run_files import load_into as load_into
     from onward.frameworks.torch import from_torch as from_torch, to_torch as to_torch
     from onward.differentiate import gradient as gradient, jvp as jvp, vjp as vjp
     from onward.engines.initialization import reset as reset
@@ -69,6 +70,7 @@ _NAMES = {
     "frameworks.jax": ("from_jax", "to_jax"),
     "frameworks.keras": ("from_keras", "to_keras"),
     "frameworks.tensorflow": ("from_tensorflow", "to_tensorflow"),
+    "frameworks.run_files": ("load_into",),
     "frameworks.torch": ("from_torch", "to_torch"),
     "differentiate": ("gradient", "jvp", "vjp"),
     "engines.initialization": ("reset",),

@@ -292,11 +292,20 @@ class Builder:
         inner = self._for(graph, self._scope)
         outputs = body(inner, *(Expr(inner, value) for value in inputs))
         for expr in outputs if isinstance(outputs, tuple | list) else (outputs,):
-            # An output must be computed in the subgraph itself, and be output once.
-            computed_here = expr.value.graph is graph and not expr.value.is_graph_input()
-            fresh = computed_here and not expr.value.is_graph_output()
-            graph.outputs.append(expr.value if fresh else inner.Identity(expr).value)
+            inner.add_output(expr)
         return graph
+
+    def add_output(self, expr: Expr | ir.Value) -> ir.Value:
+        """Append an output to a body: it must be computed in the body itself, and be output once.
+
+        Other results get no Identity: when ONNX Runtime 1.31 removes it, a fused Gemm loses its input.
+        """
+        value = expr.value if isinstance(expr, Expr) else expr
+        computed_here = value.graph is self.graph and not value.is_graph_input()
+        if not computed_here or value.is_graph_output():
+            value = self.Identity(value).value
+        self.graph.outputs.append(value)
+        return value
 
     def _fresh(self, op_type: str) -> str:
         return self.names.fresh(f"{self._scope}/{op_type}" if self._scope else op_type)

@@ -139,6 +139,7 @@ class Engine(ABC):
         declared = self._declared | self.inputs
         arrays = {name: _array(array) for name, array in batch.items() if name not in declared or name in names}
         check_names(arrays, names)
+        arrays |= {name: _widened(arrays[name], declared[name].dtype) for name in names}
         _raise_misfits(
             "batch", (self._misfit(name, arrays[name], declared[name].dtype, declared[name].shape) for name in names)
         )
@@ -250,6 +251,14 @@ def fitting_inputs(
     declared = {**defaults, **inputs}
     _raise_misfits("inputs", (_input_misfit(declared[name], x, takes_tensors) for name, x in values.items()))
     return values
+
+
+def _widened(array: Any, dtype: ir.DataType | None) -> Any:
+    """Cast integers, such as int32 labels, to a type that holds all of them."""
+    if not isinstance(array, np.ndarray) or dtype is None or not dtype.is_integer() or array.dtype.kind not in "iu":
+        return array
+    wide = dtype.numpy()
+    return array.astype(wide) if array.dtype != wide and np.can_cast(array.dtype, wide) else array
 
 
 def _raise_misfits(subject: str, misfits: Iterable[str | None]) -> None:

@@ -1,28 +1,34 @@
 """Runs as files of other frameworks, and back, for `onward convert`.
 
 The written files need no Onward. Files that are read are never executed: their state fills a
-training model.
+training model. `load_into` writes results into objects of a user, reads them again as `from_*`
+does, and refuses objects that are then not the training model.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.errors import InvalidModelError, UnsupportedError
+from onward.arguments import checked
+from onward.errors import InvalidModelError, UnsupportedError, list_names
 from onward.frameworks.inference import open_parameters
 from onward.frameworks.program.source_text import program_beside
-from onward.model import Model
-from onward.model.state import STEP
+from onward.model import Model, Source, load
+from onward.model.state import STEP, states
 from onward.model.storage.files import reason, regular
+from onward.run_state.completeness import differences
 from onward.run_state.problems import Problems
 from onward.run_state.standard_steps import adopt
+from onward.run_state.state import RunState
+from onward.run_state.training_models import from_training_model, only_step_of, to_training_model
 from onward.transform.opset import of_one_opset
 
 Framework = Literal["torch", "keras", "jax", "tensorflow"]
@@ -142,3 +148,106 @@ def _type_and_shape(tensor: Any) -> str:
 
 
 OTHER = "give the training model of this run"
+
+
+# ---- objects of a user -----------------------------------------------------------------------------------------------
+
+
+@checked(types=False)
+def load_into(
+    target: Any, training: Source, *, optimizer: Any = None, scheduler: Any = None, statistics: Any = None
+) -> Any:
+    """Put the results of a training model into your own objects, and return them.
+
+        onward.load_into(module, "trained.onnx", optimizer=optimizer)              # PyTorch, in place
+        params, opt_state = onward.load_into(params, "trained.onnx", optimizer=tx)    # JAX: new trees
+
+    The run then continues there with the same losses. Objects and training model must come from
+    one another: names are those of `from_torch`, `from_keras`, `from_jax` or `from_tensorflow`.
+    Nothing is changed unless all of it fits.
+
+    - `target`: a `torch.nn.Module`, Keras model or `tf.Module`, changed in place; a module of Flax
+      NNX, changed in place; a `TrainState` of Flax linen or a tree of parameters, such as an
+      Equinox module, which are returned with new values
+    - `training`: a training model
+    - `optimizer`: the optimizer of the loop, with the settings of the training model: of
+      `torch.optim`, of Keras, of optax, or an `nnx.Optimizer`. A compiled Keras model and a
+      `TrainState` have theirs (default: load weights only)
+    - `scheduler`: the scheduler of PyTorch
+    - `statistics`: for JAX, the tree of arrays that the loss changes
+
+    With an optax optimizer or statistics, returns a tuple: parameters, then `opt_state`, then
+    statistics.
+    """
+    model = adopt(of_one_opset(load(training)))
+    index = only_step_of(model)
+    name = _framework_of(target)
+    for option, value, frameworks in (("scheduler", scheduler, ("torch",)), ("statistics", statistics, ("jax",))):
+        if value is not None and name not in frameworks:
+            raise UnsupportedError(f"a target of {name} takes no `{option}`", hint=f"leave out `{option}`")
+    results = Results(model, from_training_model(model, index, forward=False))
+    options = {"scheduler": scheduler} if name == "torch" else {"statistics": statistics} if name == "jax" else {}
+    return importlib.import_module(f"onward.frameworks.{name}.forward").load_into(
+        target, results, optimizer=optimizer, **options
+    )
+
+
+def _framework_of(target: Any) -> str:
+    roots = {base.__module__.partition(".")[0] for base in type(target).__mro__}
+    return next((name for name in ("torch", "keras", "tensorflow") if name in roots), "jax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Training model and its run."""
+
+    model: Model
+    run: RunState
+
+    def arrays(self, shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+        """Return the tensors of the model for objects with these names and shapes.
+
+        Raises: UnsupportedError if a trained tensor is missing, or a shape differs.
+        """
+        changed = [state.name for state in states(self.model) if state.role in ("parameter", "statistics")]
+        if missing := [name for name in changed if name not in shapes]:
+            raise UnsupportedError(
+                f"the target has no {list_names(missing, 3)}, which the training model trains",
+                hint=f"give the objects that it was captured from; these have {list_names([*shapes], 3)}",
+            )
+        initializers = self.model.graph.initializers
+        arrays = {name: self.model.array(name) for name in shapes if name in initializers}
+        for name, array in arrays.items():
+            if array.shape != tuple(shapes[name]):
+                raise UnsupportedError(
+                    f"`{name}` has the shape {list(shapes[name])}, and {list(array.shape)} in the training model",
+                    hint="give the objects that it was captured from",
+                )
+        return arrays
+
+    def confirm(self, again: RunState) -> None:
+        """Refuse an optimizer that was read again and differs: in settings, schedule or state."""
+        anything = [{v.name: "mse"} for v in self.run.model.outputs if v.dtype and v.dtype.is_floating_point()]
+        fields = {key: getattr(again, key) for key in ("groups", "schedule", "clip", "recipe")}
+        other = to_training_model(dataclasses.replace(self.run, **fields, state={}, loss=anything, step=again.step))
+        wrong = [name for name in differences(self.model, 0, other, forward=False) if not name.startswith("the metric")]
+        if wrong:
+            raise _unlike(wrong, "settings")
+        both = {**self.run.state, **again.state}
+        wrong = [f"`{name}`" for name in both if not _same(self.run.state.get(name), again.state.get(name))]
+        if wrong or self.run.step != again.step:
+            raise _unlike(wrong or ["the count of updates"], "state")
+
+
+def _unlike(names: Iterable[str], what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the optimizer has other {what} for {', '.join([*names][:3])}",
+        hint="create it with the settings of the training model, which `onward show` lists",
+    )
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """True if a slot is the same. A missing slot is one of zeros."""
+    if ours is None or theirs is None:
+        return not np.any(ours if theirs is None else theirs)
+    return np.shape(ours) == np.shape(theirs) and bool(np.allclose(ours, theirs, rtol=1e-6, atol=0, equal_nan=True))

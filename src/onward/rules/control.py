@@ -310,7 +310,7 @@ def _saving(op, node, body, values, types):
     for output in node.outputs[:first]:  # ONNX Runtime refuses an omitted output before another one
         output.name = output.name or op.names.fresh(f"{node.name or node.op_type}/unused")
     for value, outer, output in zip(values, types, node.outputs[first:], strict=True):
-        body.outputs.append(inner.Identity(value).like(_declare_like(value, outer)).value)
+        inner(inner.add_output(value)).like(_declare_like(value, outer))
         output.name = op.names.fresh(f"{node.name or node.op_type}/{value.name}")
         output.type = outer.type
         output.shape = ir.Shape([None, *outer.shape]) if outer.shape is not None else None
@@ -419,7 +419,8 @@ def defer(op, body, positions, stacked):
     factors = dict.fromkeys(value for pairs in sums.values() for pair in pairs for value in pair)
     more = [value for value in factors if value not in stacked]
     inner = Builder(body, opset=op.opset, names=op.names, functions=op.functions, imports=op.imports)
-    body.outputs.extend(inner.Identity(value).value for value in more)
+    for value in more:
+        inner.add_output(value)
     for i in sorted(sums, reverse=True):
         body.outputs.pop(i)
     remove_unused(body)

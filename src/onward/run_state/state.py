@@ -163,6 +163,8 @@ class RunState:
     clipping and None if unknown."""
     statistics: Variance = "population"
     """Variance that BatchNormalization stores."""
+    updates: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Statistics that the model itself computes: tensor -> the value that replaces it in training."""
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further options of `prepare`: accumulate, ema, seed."""
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
+from onward.build import Builder, Names
 from onward.errors import UnsupportedError, list_names
 from onward.lowering import lower
 from onward.model import Model
 from onward.model.core import string, values
-from onward.model.state import PARAMETER_KEY, SLOT_KEY, STEP, states
+from onward.model.serde import stamp
+from onward.model.state import PARAMETER_KEY, SLOT_KEY, STEP, states, with_tags
 from onward.model.walk import source_of
 from onward.recipe import prepare
 from onward.recipe.objective import terms
@@ -38,7 +40,7 @@ def to_training_model(run: RunState) -> Model:
     first = run.groups[0].optimizer
     assert first is not None
     model = prepare(
-        run.model,
+        _with_outputs(run.model, run.updates.values()),
         loss=run.loss,
         optimizer=first,
         groups=[
@@ -54,7 +56,56 @@ def to_training_model(run: RunState) -> Model:
     for name, array in run.state.items():
         model.set(name, array)
     model.set(STEP, np.int64(run.step))
+    for name, new in run.updates.items():
+        _bind(model, name, new)
+    if run.updates:
+        outputs = {value.name for value in run.model.outputs}
+        model.graph.outputs[:] = [value for value in model.outputs if value.name in outputs]
+        stamp(model)
     return model
+
+
+def _with_outputs(model: Model, names: Collection[str]) -> Model:
+    """Return the model with further values as outputs, which keeps what computes them."""
+    if not names:
+        return model
+    model, outputs = model.copy(), {value.name for value in model.outputs}
+    model.graph.outputs.extend(v for v in values(model.graph) if v.name in names and v.name not in outputs)
+    return model
+
+
+def _bind(model: Model, name: str, new: str) -> None:
+    """Let a step set a statistic to a value of the model, and a reset to the current value."""
+    step, value = model.step(), model.graph.initializers[name]
+    assert value.const_value is not None and step.initialization is not None
+    value.const_value = with_tags(value.const_value, role="statistics")
+    source = next(value for value in values(model.graph) if value.name == new)
+    trained = next((t for t, plain in (step.fact("train.forward") or {}).items() if plain == new), None)
+    source = next((value for value in values(step.algorithm) if value.name == trained), source)
+    op = Builder(step.algorithm, opset=model.opset, names=model.names())
+    result = op.Identity(source).named(f"{name}/new").like(value)
+    step.algorithm.outputs.append(result.value)
+    step.update[name] = result.name
+    names = Names(value.name or "" for value in values(step.initialization))
+    init = Builder(step.initialization, opset=model.opset, names=names)
+    start = init.constant(value.const_value.numpy()).named(f"{name}/initial").like(value)
+    step.initialization.outputs.append(start.value)
+    step.reset[name] = start.name
+
+
+def _updates_of(model: Model, index: int) -> dict[str, str]:
+    """Return the statistics that a step sets to values of the model itself."""
+    step = model.step(index)
+    trained, sources = step.fact("train.forward") or {}, {value.name: value for value in values(model.graph)}
+    new = {value.name: value.producer() for value in step.algorithm.outputs}
+    updates: dict[str, str] = {}
+    for state in states(model, index):
+        node = new.get(step.update.get(state.name)) if state.role == "statistics" else None
+        if node is not None and node.op_type == "Identity" and (value := node.inputs[0]) is not None:
+            plain = trained.get(value.name, value.name)
+            if plain is not None and plain in sources:
+                updates[state.name] = plain
+    return updates
 
 
 def nothing_learns() -> UnsupportedError:
@@ -209,6 +260,7 @@ def _read_run_state(model: Model, index: int) -> RunState:
         schedule=run.schedule,
         clip=run.clip,
         statistics=recipe.get("variance", "population"),
+        updates=_updates_of(model, index),
         recipe={key: recipe[key] for key in _RECIPE_OPTIONS if key in recipe},
         accumulate=int(recipe.get("accumulate", 1)),
         waiting=run.waiting if isinstance(run.waiting, int) else 0,

@@ -20,7 +20,7 @@ import onward
 from onward.engines import start
 from onward.engines.framework import Operators
 from onward.engines.framework_engine import interpreter
-from onward.errors import MismatchError, RecipeError, UnsupportedError
+from onward.errors import DataError, MismatchError, RecipeError, UnsupportedError
 from onward.model import load
 from onward.model.state import states
 
@@ -585,15 +585,65 @@ def test_a_derivative_that_was_given_by_hand():
         onward.from_tensorflow(lambda x: straight(x @ weight), batch, **recipe)
 
 
-def test_objects_of_keras_are_told_in_words():
-    keras, call = pytest.importorskip("keras"), (mlp(), FLAT[0]["image"])
-    with pytest.raises(RecipeError, match=r"`optimizer` is an object of Keras \(Adam\)") as caught:
-        onward.from_tensorflow(*call, loss="cross_entropy", optimizer=keras.optimizers.Adam(0.25, beta_1=0.5))
-    words = caught.value.hint.split('"')[1]
-    assert onward.from_tensorflow(*call, loss="cross_entropy", optimizer=words).array("group0/lr") == 0.25
-    assert "variant=keras" in words and "beta1=0.5" in words
-    with pytest.raises(RecipeError, match=r"`loss` is an object of Keras \(MeanSquaredError\)"):
-        onward.from_tensorflow(*call, loss=keras.losses.MeanSquaredError(), optimizer="sgd")
+@pytest.mark.slow
+def test_a_loop_with_objects_of_keras_goes_on_and_comes_back():
+    """Two steps of a tape and an optimizer of Keras, three of the training model, three of the tape again."""
+    keras, t = pytest.importorskip("keras"), tf()
+    images, labels = FLAT[0]["image"], np.arange(len(FLAT[0]["image"])).astype(np.int32) % 3
+    entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = lambda y, p: entropy(y, p) + 0.1 * t.reduce_mean(t.abs(p))
+
+    def optimizer():
+        rate = keras.optimizers.schedules.CosineDecay(0.05, 10)
+        return keras.optimizers.AdamW(rate, weight_decay=0.1, global_clipnorm=1.0)
+
+    def steps(module, optimizer, count):
+        losses = []
+        for _ in range(count):
+            with t.GradientTape() as tape:
+                value = loss(labels, module(images))
+            variables = module.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(value, variables), variables, strict=True))
+            losses.append(float(value))
+        return losses
+
+    module, own = mlp(), optimizer()
+    steps(module, own, 2)
+    training = onward.from_tensorflow(module, images, loss=loss, example_targets=labels, optimizer=own)
+    with onward.engines.start(training, threads=1) as engine:
+        losses = [float(engine.step({"image": images, "labels": labels})[engine.loss]) for _ in range(3)]
+        for name, array in engine.state().items():
+            training.set(name, array)
+    other, optimizer_of_other = mlp(), optimizer()
+    onward.load_into(other, training, optimizer=optimizer_of_other)
+    losses += steps(other, optimizer_of_other, 3)
+    np.testing.assert_allclose(losses, steps(module, own, 6), rtol=2e-5)
+    with pytest.raises(UnsupportedError, match="not SGD"):
+        onward.load_into(other, training, optimizer=keras.optimizers.SGD(0.1))
+
+
+@pytest.mark.slow
+def test_losses_and_optimizers_that_do_not_fit():
+    keras, call, t = pytest.importorskip("keras"), (mlp(), FLAT[0]["image"]), tf()
+    adam, mean = keras.optimizers.Adam(0.1), lambda p: t.reduce_mean(p)
+    with pytest.raises(DataError, match="must be a scalar"):
+        onward.from_tensorflow(*call, loss=lambda p: p, optimizer=adam)
+    with pytest.raises(RecipeError, match="`clip` is not one"):
+        onward.from_tensorflow(*call, loss=mean, optimizer=adam, clip={"norm": 1.0})
+    table = t.Variable(t.ones([4, 3]), name="table")
+    with pytest.raises(UnsupportedError, match="Adam updates gathered rows one by one"):
+        squares = lambda p: t.reduce_sum(p**2)
+        onward.from_tensorflow(lambda ids: t.gather(table, ids), np.array([0, 1, 1, 1]), loss=squares, optimizer=adam)
+
+
+def test_int32_labels_are_cast():
+    training = onward.from_tensorflow(mlp(), FLAT[0]["image"], loss="cross_entropy", optimizer="sgd:lr=0.1")
+    batch = {"image": FLAT[0]["image"], "labels": np.zeros(len(FLAT[0]["image"]), np.int32)}
+    with onward.engines.start(training, threads=1) as engine:
+        expected = engine.step(batch)["loss"]
+    module = onward.to_tensorflow(training)
+    value = module.train_step(image=batch["image"], labels=tf().constant(batch["labels"]))["loss"]
+    np.testing.assert_allclose(float(value), expected, rtol=1e-5)
 
 
 def test_a_folder_that_holds_something_else(tmp_path):

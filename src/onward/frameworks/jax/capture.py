@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ import optax
 
 from onward.agreement.steps import without_dropout
 from onward.arguments import checked
-from onward.build import Builder, Names
 from onward.errors import DataError, MismatchError, UnsupportedError, first_line
 from onward.frameworks.jax.closures import Tree, named_leaves
 from onward.frameworks.jax.jaxpr import export
@@ -21,9 +21,6 @@ from onward.frameworks.jax.probe import compare_outputs, probe_steps, try_update
 from onward.frameworks.jax.traced_optimizer import trace_optimizer
 from onward.frameworks.randomness import refuse_random_draws
 from onward.model import Model
-from onward.model.core import values
-from onward.model.serde import stamp
-from onward.model.state import with_tags
 from onward.model.walk import ancestors
 from onward.run_state.problems import ErrorCollector
 from onward.run_state.state import ParameterGroup, RunState
@@ -38,9 +35,10 @@ def from_jax(
     example_inputs: Any,
     *,
     loss: Any = None,
-    optimizer: optax.GradientTransformation,
+    optimizer: Any = None,
     opt_state: Any = None,
     statistics: Tree = None,
+    has_aux: bool = False,
     probe: bool = True,
 ) -> Model:
     """Return the training model that continues a JAX run.
@@ -50,15 +48,22 @@ def from_jax(
     - `function`: without `loss`, the loss, `(params, batch) -> scalar`; with `statistics`,
       `(params, statistics, batch) -> (scalar, new statistics)`. With a `loss` of a recipe, such
       as `"cross_entropy"`, the predictions, `(params, inputs) -> outputs`
-    - `params`: any tree: plain dicts, Flax, Equinox. Parameters are named by their path:
-      `Dense_0/kernel`
+    - `params`: any tree: plain dicts, Flax, Haiku, an Equinox module. Parameters are named by
+      their path: `Dense_0/kernel`. Or a module of Flax NNX, which `function` takes in place of
+      the parameters and may change; or a `TrainState` of Flax linen, whose `params`, `tx` and
+      `opt_state` are used
     - `example_inputs`: a batch, by name, with a dynamic first axis; with a `loss`, only the
       inputs
     - `loss`: a loss of a recipe for the predictions of `function`
-    - `optimizer`, `opt_state`: an optax optimizer and its state (default: the initial state)
+    - `optimizer`, `opt_state`: an optax optimizer and its state (default: the initial state), or
+      an `nnx.Optimizer`, which has both
     - `statistics`: a tree of other arrays that `function` changes, such as running averages
+    - `has_aux`: the loss is the first of two results, as in `jax.value_and_grad(has_aux=True)`.
+      The other one is left out; with `statistics` it is `(new statistics, others)`
     - `probe`: compare a few steps of both sides (default: True)
     """
+    objects = JaxObjects(function, params, statistics, optimizer, opt_state)
+    function, params, statistics, optimizer, opt_state, count = read_objects(objects, has_aux, with_loss=loss is None)
     captured = _Captured(function, params, statistics, example_inputs)
     weights = captured.weights
     parts = ErrorCollector()
@@ -69,29 +74,35 @@ def from_jax(
     parts.refuse()
     state = optimizer.init(weights) if opt_state is None else opt_state
     idle: set[str] = set()
+    updates: dict[str, str] = {}
     with parts.collect():
         new = [] if statistics is None else [f"{name}/next" for name in named_leaves(statistics)]
         model = captured.model(["loss", *new] if loss is None else None)
         reached = ancestors(model.outputs)[1]
         idle = {name for name, value in model.graph.initializers.items() if value not in reached}
+        updates = {} if statistics is None else _take_updates(model, statistics)
     with parts.collect():
-        optimization, is_traced = _updates(optimizer, state, weights, idle)
+        optimization, is_traced = read_updates(optimizer, state, weights, idle)
     parts.refuse()
-    run = RunState(model=model, loss="value:loss" if loss is None else loss, **optimization._asdict())
-    training = _assemble(run, captured)
+    if count is not None and not optimization.step:  # some optimizers count no updates
+        optimization = optimization._replace(step=count)
+    run = RunState(model=model, loss="value:loss" if loss is None else loss, updates=updates, **optimization._asdict())
+    training = to_training_model(run)
     if not probe:
         return training
     if not is_traced:
         try_updates(optimizer, state, weights, run)
     if loss is None:
         still = dataclasses.replace(run, model=without_dropout(model))
-        probe_steps(_assemble(still, captured), captured, optimizer, state)
+        probe_steps(to_training_model(still), captured, optimizer, state)
     else:
         compare_outputs(model, captured)
     return training
 
 
-def _updates(tx: optax.GradientTransformation, state: Any, weights: Tree, idle: set[str]) -> tuple[Optimization, bool]:
+def read_updates(
+    tx: optax.GradientTransformation, state: Any, weights: Tree, idle: set[str]
+) -> tuple[Optimization, bool]:
     """Return the optimizer as one of a recipe and False, or its traced update and True."""
     if any(leaf.dtype.itemsize < 4 for leaf in jax.tree.leaves(weights)):  # a recipe updates them in float32
         traced = trace_optimizer(tx, state, weights, idle)
@@ -128,16 +139,21 @@ def _drop_idle(optimization: Optimization, idle: set[str]) -> Optimization:
     )
 
 
+def weights_of(params: Tree) -> Tree:
+    """Return a tree of its floating-point arrays, with None in place of other leaves."""
+
+    def weight(leaf: Any) -> Any:
+        return leaf if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.floating) else None
+
+    return jax.tree.map(weight, params)
+
+
 class _Captured:
     """Function of JAX with its arguments."""
 
     def __init__(self, function: Callable[..., Any], params: Tree, statistics: Tree, batch: Any):
         self.function, self.params, self.statistics, self.batch = function, params, statistics, batch
-
-        def parameter(leaf: Any) -> Any:
-            return leaf if jnp.issubdtype(getattr(leaf, "dtype", bool), jnp.floating) else None
-
-        self.weights = jax.tree.map(parameter, params)
+        self.weights = weights_of(params)
 
     def __call__(self, weights: Tree, statistics: Tree, batch: Any) -> Any:
         """Call the function with other weights as parameters."""
@@ -160,34 +176,18 @@ class _Captured:
         return rename(model, {old: new for old, new in plain_names.items() if old[:2] in ("0/", "1/")})
 
 
-def _assemble(run: RunState, captured: _Captured) -> Model:
-    training = to_training_model(run)
-    if captured.statistics is not None:
-        for name in named_leaves(captured.statistics):
-            _bind(training, name)
-        stamp(training)
-    return training
-
-
-def _bind(model: Model, name: str) -> None:
-    """Let a step set a statistic to the output `<name>/next`, and a reset to its current value."""
-    step, graph = model.step(), model.graph
-    value = graph.initializers[name]
-    assert value.const_value is not None
-    value.const_value = with_tags(value.const_value, role="statistics")
-    output = next(output for output in graph.outputs if output.name == f"{name}/next")
-    graph.outputs.remove(output)
-    op = Builder(step.algorithm, opset=model.opset, names=model.names())
-    result = op.Identity(output).named(f"{name}/new").like(value)
-    step.algorithm.outputs.append(result.value)
-    step.update[name] = result.name
-    assert step.initialization is not None
-    init = Builder(
-        step.initialization, opset=model.opset, names=Names(v.name or "" for v in values(step.initialization))
-    )
-    start = init.constant(value.const_value.numpy()).named(f"{name}/initial").like(value)
-    step.initialization.outputs.append(start.value)
-    step.reset[name] = start.name
+def _take_updates(model: Model, statistics: Tree) -> dict[str, str]:
+    """Take the new statistics from the outputs of a model: name -> value. Constant ones need no update."""
+    graph, updates = model.graph, {}
+    for name in named_leaves(statistics):
+        output = next(output for output in graph.outputs if output.name == f"{name}/next")
+        graph.outputs.remove(output)
+        producer = output.producer()
+        if producer is not None and producer.op_type == "Identity" and producer.inputs[0] is graph.initializers[name]:
+            graph.remove(producer, safe=True)
+        else:
+            updates[name] = f"{name}/next"
+    return updates
 
 
 # Errors of JAX where Python code needs the value of an array.
@@ -237,3 +237,100 @@ def check_optimizer(optimizer: Any, state: Any, weights: Any) -> None:
             f"the optimizer cannot be carried: an update takes more than gradients: {first_line(error)}",
             hint="use an optimizer such as `optax.adam(1e-3)`",
         ) from error
+
+
+class JaxObjects(NamedTuple):
+    """Function of trees, with these trees and an optimizer: a run without classes."""
+
+    function: Callable[..., Any]
+    params: Tree
+    statistics: Tree
+    optimizer: Any
+    opt_state: Any
+    updates: int | None = None
+    """Number of updates according to the objects."""
+
+
+def nnx_of(target: Any) -> Any:
+    """Return `flax.nnx` if the target is a module of it, else None."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx if nnx is not None and isinstance(target, nnx.Module) else None
+
+
+def is_train_state(target: Any) -> bool:
+    """True for a `TrainState` of linen."""
+    module = sys.modules.get("flax.training.train_state")
+    return module is not None and isinstance(target, module.TrainState)
+
+
+def read_objects(objects: JaxObjects, has_aux: bool, *, with_loss: bool = True) -> JaxObjects:
+    """Return the run in trees, for objects of Flax that hold it; leave out auxiliary results."""
+    if nnx := nnx_of(objects.params):
+        objects = _of_module(nnx, objects, has_aux, with_loss)
+    else:
+        if is_train_state(state := objects.params):
+            objects = objects._replace(
+                params=state.params,
+                optimizer=objects.optimizer or state.tx,
+                opt_state=state.opt_state if objects.opt_state is None else objects.opt_state,
+                updates=int(state.step),
+            )
+        if has_aux:
+            objects = objects._replace(function=_without_results(objects.function, objects.statistics is not None))
+        if jax.tree_util.all_leaves([objects.statistics]):
+            objects = objects._replace(
+                function=_of_named_statistic(objects.function), statistics={"statistics": objects.statistics}
+            )
+    if objects.optimizer is None:
+        raise UnsupportedError("no `optimizer` is given", hint="give `optimizer=optax.adam(1e-3)`")
+    return objects
+
+
+def _of_module(nnx: Any, objects: JaxObjects, has_aux: bool, with_loss: bool) -> JaxObjects:
+    """Return a module as its parameters, and the rest of its state as statistics."""
+    optimizer, opt_state, count, wrt = objects.optimizer, objects.opt_state, None, nnx.Param
+    if objects.statistics is not None:
+        raise DataError("a module of NNX has its statistics inside", hint="leave out `statistics`")
+    if isinstance(optimizer, nnx.Optimizer):
+        opt_state = nnx.as_pure(optimizer.opt_state) if opt_state is None else opt_state
+        optimizer, count, wrt = optimizer.tx, int(optimizer.step[...]), optimizer.wrt
+    graph, params, rest = nnx.split(objects.params, wrt, ...)
+    params, rest = nnx.as_pure(params), nnx.as_pure(rest)
+    user_function = objects.function
+
+    def function(params: Tree, *arguments: Any) -> Any:
+        statistics, batch = arguments if arguments[1:] else (rest, *arguments)
+        module = nnx.merge(graph, params, statistics, copy=True)
+        result = user_function(module, batch)
+        _, after, new = map(nnx.as_pure, nnx.split(module, wrt, ...))
+        both = zip(named_leaves(params).items(), jax.tree.leaves(after), strict=True)
+        if changed := [name for (name, old), leaf in both if leaf is not old]:
+            raise UnsupportedError(
+                f"the function itself changes `{changed[0]}`, which the optimizer trains",
+                hint="compute with a changed copy, and leave the `nnx.Param` as it is",
+            )
+        result = result[0] if has_aux else result
+        return (result, new) if arguments[1:] else result
+
+    statistics = rest if with_loss and jax.tree.leaves(rest) else None
+    return JaxObjects(function, params, statistics, optimizer, opt_state, count)
+
+
+def _without_results(function: Callable[..., Any], with_statistics: bool) -> Callable[..., Any]:
+    """Return a function without its auxiliary results: of (loss, (statistics, results)), or (loss, results)."""
+
+    def loss_alone(*arguments: Any) -> Any:
+        value, results = function(*arguments)
+        return (value, results[0]) if with_statistics else value
+
+    return loss_alone
+
+
+def _of_named_statistic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose statistics, one array, have a name."""
+
+    def named(params: Tree, statistics: Tree, batch: Any) -> Any:
+        value, new = function(params, statistics["statistics"], batch)
+        return value, {"statistics": new}
+
+    return named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,9 +18,14 @@ from onward.engines.jax import Jax
 from onward.errors import UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import open_initializers
 from onward.frameworks.inference import open_parameters, try_outputs
-from onward.frameworks.jax.optimizer import make_optimizer, read_optimizer
+from onward.frameworks.jax.capture import check_optimizer, is_train_state, nnx_of, read_updates, weights_of
+from onward.frameworks.jax.closures import named_leaves, path_name, walk
+from onward.frameworks.jax.jaxpr.builder import stored_type
+from onward.frameworks.jax.optimizer import fill_state, make_optimizer, read_optimizer
 from onward.frameworks.jax.probe import try_updates
+from onward.frameworks.jax.traced_optimizer import fill_traced
 from onward.frameworks.jax.updates import execute_by_jax
+from onward.frameworks.run_files import Results
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
@@ -240,3 +246,87 @@ class TrainingParts:
         for name, array in {**numbers, STEP: state["step"]}.items():
             model.set(name, np.asarray(array), self.index)
         return model
+
+
+def load_into(target: Any, results: Results, *, optimizer: Any, statistics: Any) -> Any:
+    """Return trees with the values of a training model; change a module of NNX in place."""
+    if nnx := nnx_of(target):
+        return _into_module(nnx, target, results, optimizer, statistics)
+    if is_train_state(target):
+        tx = target.tx if optimizer is None else optimizer
+        params, opt_state, *more = _trees(target.params, results, tx, statistics)
+        state = target.replace(params=params, opt_state=opt_state, step=results.run.step)
+        return (state, *more) if more else state
+    trees = _trees(target, results, optimizer, statistics)
+    return trees[0] if len(trees) == 1 else tuple(trees)
+
+
+def _into_module(nnx: Any, target: Any, results: Results, optimizer: Any, statistics: Any) -> Any:
+    if statistics is not None:
+        raise UnsupportedError("a module of NNX has its statistics inside", hint="leave out `statistics`")
+    if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is not an `nnx.Optimizer`",
+            hint="give `nnx.Optimizer(module, tx, wrt=nnx.Param)`",
+        )
+    wrt = optimizer.wrt if optimizer is not None else nnx.Param
+    _, params, rest = nnx.split(target, wrt, ...)
+    tx = None if optimizer is None else optimizer.tx
+    new = _trees(nnx.as_pure(params), results, tx, nnx.as_pure(rest))
+    nnx.update(target, new[0])
+    nnx.update(target, new[-1])
+    if optimizer is not None:
+        nnx.update(optimizer.opt_state, nnx.state(new[1]))
+        optimizer.step[...] = jnp.asarray(results.run.step, optimizer.step[...].dtype)
+    return target
+
+
+def _trees(params: Any, results: Results, tx: Any, statistics: Any) -> list[Any]:
+    """Return the parameters, the state of the optimizer and the statistics that are given, with new values."""
+    trees = [params] if statistics is None else [params, statistics]
+    bare = statistics is not None and jax.tree_util.all_leaves([statistics])
+    named = [named_leaves(params), {"statistics": statistics} if bare else named_leaves(statistics)]
+    arrays = results.arrays(
+        {
+            name: stored_type(jnp.asarray(leaf)).shape
+            for leaves in named
+            for name, leaf in leaves.items()
+            if hasattr(leaf, "dtype")
+        }
+    )
+    filled = [_filled(tree, arrays, "statistics" if bare and i else "") for i, tree in enumerate(trees)]
+    if tx is None:
+        return filled
+    return [filled[0], opt_state_of(tx, weights_of(filled[0]), results), *filled[1:]]
+
+
+def _filled(tree: Any, arrays: dict[str, np.ndarray], name: str = "") -> Any:
+    def leaf(path: Any, old: Any) -> Any:
+        array = arrays.get(name or path_name(path))
+        if array is None or not hasattr(old, "dtype"):
+            return old
+        if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
+            key: Any = jax.random
+            return key.wrap_key_data(jnp.asarray(array), impl=key.key_impl(old))
+        return jnp.asarray(array, old.dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
+
+
+def opt_state_of(tx: Any, weights: Any, results: Results) -> Any:
+    """Return the state of an optax optimizer that continues the run."""
+    run = results.run
+    check_optimizer(tx, None, weights)
+    begin, idle = tx.init(weights), {name for name in named_leaves(weights) if name not in run.parameters}
+    if any(group.is_function or group.operators for group in run.groups):
+        state = fill_traced(tx, begin, weights, idle, run.state)
+    elif "accumulate" in run.recipe:
+        raise UnsupportedError(
+            "the training model accumulates gradients, which are not loaded", hint="load weights only: no `optimizer`"
+        )
+    else:
+        state = walk(tx.update, begin, weights, lambda t: fill_state(t, run.state, run.step))
+    optimization, _ = read_updates(tx, state, weights, idle)
+    step = optimization.step or run.step  # some optimizers count no updates
+    results.confirm(dataclasses.replace(run, **{**optimization._asdict(), "step": step}))
+    return state

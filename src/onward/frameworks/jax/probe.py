@@ -88,7 +88,7 @@ def _trainer(run: RunState, start: dict[str, np.ndarray], inputs: dict[str, str]
     loss.value.type, loss.value.shape = ir.TensorType(ir.DataType.DOUBLE), ir.Shape(())
     graph.outputs.append(loss.value)
     recipe = {key: run.recipe[key] for key in ("accumulate", "master_weights") if key in run.recipe}
-    fed = dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, recipe=recipe)
+    fed = dataclasses.replace(run, model=model_of(graph), loss="value:loss", state={}, updates={}, recipe=recipe)
     training = to_training_model(fed)
     for state in states(training):
         if state.role != "parameter" and state.name in run.state:

@@ -48,6 +48,18 @@ def trace_optimizer(tx: Any, opt_state: Any, params: Tree, idle: Collection[str]
     return Optimization([ParameterGroup(function, traced.trained)], state, step, [], None, {})
 
 
+def fill_traced(tx: Any, opt_state: Any, params: Tree, idle: Collection[str], stored: Mapping[str, np.ndarray]) -> Any:
+    """Return the state of an optimizer with the arrays that `trace_optimizer` would name so."""
+    trained = {name for name in named_leaves(params) if name not in idle}
+    names = _state_names(opt_state, params, trained)
+    arrays = [stored.get(name, stored.get(f"group0/{name}")) for name in names]
+    leaves = [
+        old if array is None else jnp.asarray(array, jnp.asarray(old).dtype)
+        for array, old in zip(arrays, jax.tree.leaves(opt_state), strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
+
+
 class _Traced:
     """Update with names for its inputs."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,7 +19,8 @@ from onward.errors import DataError, UnsupportedError
 from onward.frameworks.inference import open_parameters, try_outputs
 from onward.frameworks.keras.layered import layered_model
 from onward.frameworks.keras.loss import make_loss
-from onward.frameworks.keras.optimizer import array_of, make_optimizer, state_of
+from onward.frameworks.keras.optimizer import array_of, clip_of, groups_of, make_optimizer, recipe_of, row_of, state_of
+from onward.frameworks.keras.schedule import read_schedule
 from onward.frameworks.keras.step_graphs import (
     Executable,
     LossGraph,
@@ -27,6 +29,7 @@ from onward.frameworks.keras.step_graphs import (
     share_of_replica,
     sum_over_replicas,
 )
+from onward.frameworks.run_files import Results
 from onward.model import Model, Source, load
 from onward.model.state import STEP, states
 from onward.run_state.standard_steps import adopt
@@ -266,3 +269,56 @@ def _layers(model: Model, probe: bool) -> Any:
     if probe:
         try_outputs(model, compute, "keras")
     return keras_model
+
+
+def load_into(target: Any, results: Results, *, optimizer: Any) -> Any:
+    """Assign the variables of a model, and those of its optimizer."""
+    # Keras numbers models: a second `sequential/first/kernel` is `sequential_1/first/kernel`.
+    own, root = f"{target.name}/", f"{results.model.graph.name}/"
+    variables = {
+        root + variable.path.removeprefix(own) if variable.path.startswith(own) else variable.path: variable
+        for variable in target.variables
+    }
+    if len(variables) < len(target.variables):
+        raise UnsupportedError(f"variables of `{target.name}` have the same path", hint="give its layers unique names")
+    chosen = optimizer if optimizer is not None else getattr(target, "optimizer", None)
+    load_variables(results, variables, chosen)
+    return target
+
+
+def load_variables(results: Results, variables: Mapping[str, Any], optimizer: Any) -> None:
+    """Assign variables by name, and those of their optimizer."""
+    arrays = results.arrays({name: tuple(variable.shape) for name, variable in variables.items()})
+    made = None if optimizer is None else _optimizer_of(results, optimizer, variables)
+    for name, array in arrays.items():
+        variables[name].assign(array)
+    if made is not None:
+        if not optimizer.built:
+            optimizer.build(made._trainable_variables)
+        for ours, theirs in zip(optimizer.variables, made.variables, strict=True):
+            ours.assign(theirs.value if hasattr(theirs, "value") else theirs)
+
+
+def _optimizer_of(results: Results, optimizer: Any, variables: Mapping[str, Any]) -> Any:
+    """Return an optimizer of the same class, with the state of the run, for the same variables."""
+    run = results.run
+    trained = {name: variables[name] for name in variables if name in run.parameters}
+    made = make_optimizer(run, trained)
+    if row_of(optimizer) is None or made is None or type(made) is not type(optimizer):
+        name = "none of Keras's" if made is None else type(made).__name__
+        raise UnsupportedError(
+            f"the training model has the optimizer {name}, not {type(optimizer).__name__}",
+            hint="create the objects with `onward.to_keras(training)`",
+        )
+    names = {id(variable): name for name, variable in trained.items()}
+    rate = read_schedule(optimizer)
+    again = dataclasses.replace(
+        run,
+        groups=groups_of(optimizer, rate.lr, list(trained.values()), names),
+        schedule=rate.schedule,
+        clip=clip_of(optimizer),
+        recipe={**{key: run.recipe[key] for key in run.recipe if key == "seed"}, **recipe_of(optimizer)},
+        state={**run.state, **state_of(made, names, list(trained.values()))},
+    )
+    results.confirm(again)
+    return made

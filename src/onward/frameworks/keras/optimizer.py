@@ -18,7 +18,7 @@ from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer, configure
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of, name_inputs
 from onward.recipe.spec import Spec
-from onward.run_state.state import RunState
+from onward.run_state.state import ParameterGroup, RunState
 from onward.vocabulary.keras import CLIPS, Refused, read_clip, write_clip
 from onward.vocabulary.optimizers import KERAS_ROWS
 from onward.vocabulary.rows import KerasRow, row_for
@@ -66,6 +66,22 @@ def read_optimizer(optimizer: Any, lr: float) -> Spec:
         raise Refused(f"optimizer {type(optimizer).__name__} has no counterpart")
     names = (*row.settings.values(), *row.flags, "weight_decay")
     return row.read({name: getattr(optimizer, name) for name in names}, lr)
+
+
+def groups_of(optimizer: Any, lr: float, variables: Sequence[Any], names: Mapping[int, str]) -> list[ParameterGroup]:
+    """Return one group, or two if weight decay spares some variables; `names` are by `id`."""
+    if row_of(optimizer) is None:
+        update = trace_update(optimizer, variables, names, lr)
+        return [ParameterGroup(update, [names[id(v)] for v in variables])]
+    decay, spec = float(optimizer.weight_decay or 0.0), read_optimizer(optimizer, lr)
+    groups: dict[float, list[str]] = {decay: [], 0.0: []}
+    for v in variables:
+        groups[decay if optimizer._use_weight_decay(v) else 0.0].append(names[id(v)])
+    return [
+        ParameterGroup(Spec(spec.name, {**spec.options, "weight_decay": number}), members)
+        for number, members in groups.items()
+        if members
+    ]
 
 
 def clip_of(optimizer: Any) -> dict[str, Any] | None:

@@ -34,7 +34,7 @@ from onward.model import Model
 from onward.model.core import values
 from onward.model.state import carried_state
 from onward.transform import inline
-from onward.transform.training import keep_only
+from onward.transform.training import keep_only, without_steps
 
 
 class GraphKeras(Keras):
@@ -145,8 +145,7 @@ class StepGraphs:
         self._trained = {plain: trained for trained, plain in pairs.items()}
 
     def inference(self) -> Forward:
-        graph = self.model.copy()
-        graph.steps.clear()
+        graph = without_steps(self.model)
         names = {value.name: value for value in values(graph.graph)}
         outputs = [value.name or "" for value in graph.outputs]
         self._open(graph, [names[name] for name in dict.fromkeys((*outputs, *self._watched))])

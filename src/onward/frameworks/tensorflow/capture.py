@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import glob
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -18,15 +19,18 @@ from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (ot
 
 from onward.arguments import checked
 from onward.build import Builder, Names
-from onward.errors import DataError, RecipeError, UnsupportedError
+from onward.errors import DataError, RecipeError, UnsupportedError, list_names
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out
 from onward.frameworks.randomness import refuse_random_draws
 from onward.frameworks.tensorflow.graph import Resource, Translator, dtype_of, unwrapped
-from onward.frameworks.tensorflow.probe import confirm
+from onward.frameworks.tensorflow.probe import call_with, confirm, example_feeds, try_steps
 from onward.frameworks.tensorflow.program import is_training_module, restore, restore_model
 from onward.frameworks.tensorflow.running_averages import keep_averages
 from onward.model import Model
+from onward.options import Variance
 from onward.recipe import Recipe, prepare
+from onward.run_state.state import RunState
+from onward.run_state.training_models import to_training_model
 from onward.transform.training import remove_unused
 from onward.vocabulary.keras import Refused
 
@@ -39,6 +43,7 @@ def from_tensorflow(
     example_inputs: Any = None,
     *,
     loss: Any = None,
+    example_targets: Any = None,
     optimizer: Any = None,
     probe: bool = True,
     **recipe: Any,
@@ -53,8 +58,13 @@ def from_tensorflow(
       of arrays and tensors is the batch, of any size; a `tf.TensorSpec` overrides this. Other
       values, such as `training=True`, are passed to the function unchanged. A function with an
       `input_signature` needs no example
-    - `loss`, `optimizer`, `recipe`: as for `prepare`: `loss="cross_entropy"` for an output,
-      `loss="value:NAME"` for a loss that the function computes
+    - `loss`: as for `prepare`: `"cross_entropy"` for an output, `"value:NAME"` for a loss that the
+      function computes. Or any function of targets and outputs that returns a scalar, such as
+      `keras.losses.Huber()`
+    - `example_targets`: targets for a loss that is a function: a tensor, or a mapping by name. The
+      function gets them first, as in Keras; without targets, it gets the outputs only
+    - `optimizer`: as for `prepare`, or an optimizer of Keras for these variables, with its state
+    - `recipe`: as for `prepare`
     - `probe`: compare both sides on the example (default: True)
 
     A module that `to_tensorflow` returned, or the folder of its SavedModel, gives its training
@@ -68,37 +78,126 @@ def from_tensorflow(
         raise RecipeError("no `loss` is given", hint='give a `loss`, such as "cross_entropy"')
     if optimizer is None:
         raise RecipeError("no `optimizer` is given", hint='give an `optimizer`, such as "adamw:lr=1e-3"')
-    _refuse_objects(loss, optimizer)
-    model, trainable, variance = export(module, example_inputs, probe=probe)
-    chosen = recipe.pop("trainable", [glob.escape(name) for name in trainable])
-    return prepare(model, loss=loss, optimizer=optimizer, trainable=chosen, variance=variance, **recipe)
-
-
-def _refuse_objects(loss: Any, optimizer: Any) -> None:
-    """Refuse objects of Keras, with a hint that has the optimizer as a string."""
-    for name, value, text in (("optimizer", optimizer, "adamw:lr=1e-3"), ("loss", loss, "cross_entropy")):
-        if not any(base.__module__.startswith("keras.") for base in type(value).__mro__):
-            continue
-        if name == "optimizer":
-            from onward.frameworks.keras.optimizer import read_optimizer
-            from onward.frameworks.keras.schedule import read_schedule
-
-            with contextlib.suppress(Refused):
-                text = str(read_optimizer(value, read_schedule(value).lr))
+    function = module
+    if is_function := callable(loss):
+        function, example_inputs = with_loss(module, example_inputs, loss, example_targets)
+        loss = "value:loss"
+    elif example_targets is not None:
         raise RecipeError(
-            f"`{name}` is an object of Keras ({type(value).__name__}), not a string",
-            hint=f'write `{name}="{text}"`; a compiled Keras model goes through `onward.from_keras(model)`',
+            f"`example_targets` are for a loss that is a function, not `{loss}`", hint="leave out `example_targets`"
         )
+    exported = export(function, example_inputs, owner=module, probe=probe)
+    shape = next((value.shape for value in exported.model.outputs if value.name == "loss"), None)
+    if is_function and shape is not None and shape.rank():
+        raise DataError(
+            f"the loss has the shape {shape}, and must be a scalar",
+            hint="use its mean: `lambda y, p: tf.reduce_mean(loss(y, p))`",
+        )
+    if not hasattr(optimizer, "apply_gradients"):
+        chosen = recipe.pop("trainable", [glob.escape(name) for name in exported.trainable])
+        return prepare(
+            exported.model, loss=loss, optimizer=optimizer, trainable=chosen, variance=exported.variance, **recipe
+        )
+    if unused := [name for name in recipe if name != "seed"]:
+        raise RecipeError(
+            f"the optimizer of Keras has its own settings, and `{unused[0]}` is not one",
+            hint=f"leave out `{unused[0]}`, or write the optimizer as a string",
+        )
+    run = read_run(exported, loss, optimizer, recipe)
+    if probe and is_function:
+        try_steps(run, exported, optimizer)
+    return to_training_model(run)
 
 
-def export(
-    module: Any, example_inputs: Any, *, probe: bool = True
-) -> tuple[Model, list[str], Literal["population", "sample"]]:
-    """Return the model of a function, its trainable variables, and the variance it averages."""
+class Exported(NamedTuple):
+    """Model of a function, and what it was made of."""
+
+    model: Model
+    trainable: list[str]
+    """Trainable variables that results depend on."""
+    variance: Variance
+    """Variance that running averages keep."""
+    variables: dict[str, Any]
+    """All variables that the function reads, by name."""
+    call: Callable[[], Any]
+    """Call of the function with the example."""
+    feeds: dict[str, np.ndarray]
+    """Example by the names of inputs; empty with specs."""
+
+
+def read_run(exported: Exported, loss: Any, optimizer: Any, recipe: Mapping[str, Any]) -> RunState:
+    """Return the run of a function and an optimizer of Keras, with its state."""
+    from onward.frameworks.keras.optimizer import clip_of, groups_of, recipe_of, state_of
+    from onward.frameworks.keras.schedule import read_schedule
+
+    names = {id(variable): name for name, variable in exported.variables.items()}
+    variables = [exported.variables[name] for name in exported.trainable]
+    if optimizer.built:
+        members = {id(variable) for variable in optimizer._trainable_variables}
+        if strange := [name for name in exported.trainable if id(exported.variables[name]) not in members]:
+            raise UnsupportedError(
+                f"the optimizer was built without {list_names(strange, 3)}",
+                hint="freeze them with `tf.Variable(..., trainable=False)`, or build it with all variables",
+            )
+    try:
+        rate = read_schedule(optimizer)
+        return RunState(
+            model=exported.model,
+            loss=loss,
+            groups=groups_of(optimizer, rate.lr, variables, names),
+            state=state_of(optimizer, names, variables),
+            step=int(optimizer.iterations),
+            schedule=rate.schedule,
+            clip=clip_of(optimizer),
+            statistics=exported.variance,
+            recipe={**recipe, **recipe_of(optimizer)},
+        )
+    except Refused as reason:
+        raise UnsupportedError(
+            f"the {reason}", hint='write the optimizer as a string, such as `optimizer="adamw:lr=1e-3"`'
+        ) from reason
+
+
+def with_loss(module: Any, example_inputs: Any, loss: Callable[..., Any], targets: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a function of inputs and targets by name, whose results are `loss` and the outputs."""
     arguments, named = _arguments(example_inputs)
-    function = _concrete(module, arguments, named)
+    call = module.__call__ if isinstance(module, tf.Module) else module
+    try:
+        bound = inspect.signature(getattr(call, "python_function", call)).bind(*arguments, **named).arguments
+        inputs = {name: value for name, value in bound.items() if name not in ("args", "kwargs")} | named
+    except (TypeError, ValueError):
+        inputs = {}
+    if len(inputs) != len(arguments) + len(named):
+        inputs = {**{f"input_{i}": value for i, value in enumerate(arguments)}, **named}
+        call = functools.partial(_by_position, call, len(arguments))
+    if targets is not None and not isinstance(targets, Mapping):
+        array = np.asarray(targets) if not isinstance(targets, tf.TensorSpec) else targets
+        targets = {"labels" if np.dtype(array.dtype).kind in "iu" else "target": targets}
+    labels = dict(targets or {})
+    if clashes := [name for name in labels if name in inputs]:
+        raise DataError(f"`{clashes[0]}` is an input and a target", hint="give the targets other names")
+
+    def computed(**values: Any) -> dict[str, Any]:
+        results = call(**{name: value for name, value in values.items() if name not in labels})
+        given = {name: values[name] for name in labels}
+        targets = [next(iter(given.values())) if len(given) == 1 else given] if given else []
+        return {"loss": loss(*targets, results), "output": results}
+
+    return computed, {**inputs, **labels}
+
+
+def _by_position(call: Callable[..., Any], count: int, **values: Any) -> Any:
+    """Call a function with its first arguments by position: `input_0`, `input_1`."""
+    first = [values.pop(f"input_{i}") for i in range(count)]
+    return call(*first, **values)
+
+
+def export(function: Any, example_inputs: Any, *, owner: Any, probe: bool = True) -> Exported:
+    """Return the model of a function. Variables are named as in their owner."""
+    arguments, named = _arguments(example_inputs)
+    function = _concrete(function, arguments, named)
     variables = _variables(function)
-    names = _names(module, variables)
+    names = names_of(owner, variables)
     op, translator = _write_graph(function, [(v, names[id(v)]) for v in variables])
     variance = keep_averages(op, translator)
     model = _finish(op, translator)
@@ -106,7 +205,11 @@ def export(
         trained = {names[id(v)]: v for v in variables if v.trainable} if translator.own_gradients else {}
         confirm(model, function, arguments, named, trained)
     used = model.graph.initializers
-    return model, [names[id(v)] for v in variables if v.trainable and names[id(v)] in used], variance
+    trainable = [names[id(v)] for v in variables if v.trainable and names[id(v)] in used]
+    by_name = {names[id(v)]: v for v in variables}
+    feeds = example_feeds(function, arguments, named, model)
+    call = functools.partial(call_with, function, arguments, named)
+    return Exported(model, trainable, variance, by_name, call, feeds)
 
 
 def export_function(function: Callable[..., Any], examples: Sequence[np.ndarray]) -> Model:
@@ -212,7 +315,7 @@ def _variables(function: Any) -> list[Any]:
     return [by_handle[id(tensor)] for tensor in function.captured_inputs if id(tensor) in by_handle]
 
 
-def _names(module: Any, variables: Sequence[Any]) -> dict[int, str]:
+def names_of(module: Any, variables: Sequence[Any]) -> dict[int, str]:
     """Return the names of variables, or their paths in the module if names repeat."""
     own_names = [variable.name.partition(":")[0] for variable in variables]
     if len(set(own_names)) == len(own_names):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 import zlib
@@ -22,6 +23,7 @@ from onward.errors import Error, UnsupportedError, first_line
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
 from onward.frameworks.inference import open_parameters, try_outputs
 from onward.frameworks.program.source_text import Identifiers
+from onward.frameworks.run_files import Results
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
@@ -211,7 +213,24 @@ def _function(run: Callable[[Tensors], Tensors], inputs: Iterable[ir.Value], siz
         dims = value.shape
         shape = dims if dims is None else [n if isinstance(n, int) else sizes.get(n.value or "") for n in dims]
         specs.append(tf.TensorSpec(shape, _dtype(value), name))
-    return tf.function(call, input_signature=specs, autograph=False)
+    function = tf.function(call, input_signature=specs, autograph=False)
+    function.__class__ = _Casting
+    return function
+
+
+class _Casting(type(tf.function(lambda: None))):  # type: ignore[misc]
+    """`tf.function` that casts integers, such as int32 labels, to the types of its signature."""
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        specs = self.input_signature
+        cast = {spec.name: functools.partial(_as_integer, spec.dtype) for spec in specs if spec.dtype.is_integer}
+        first = [cast.get(spec.name, lambda x: x)(x) for spec, x in zip(specs, inputs, strict=False)]
+        rest = {name: cast.get(name, lambda x: x)(x) for name, x in named.items()}
+        return super().__call__(*first, *inputs[len(first) :], **rest)
+
+
+def _as_integer(dtype: Any, x: Any) -> Any:
+    return tf.cast(x, dtype) if isinstance(x, tf.Tensor) and x.dtype.is_integer and x.dtype != dtype else x
 
 
 def _without_values(model: Model, names: Iterable[str], step: int) -> bytes:
@@ -226,3 +245,14 @@ def _without_values(model: Model, names: Iterable[str], step: int) -> bytes:
         assert tensor is not None
         empty.set(name, np.zeros(tuple(tensor.shape), tensor.dtype.numpy()), step)
     return bytes(empty.to_proto().SerializeToString())
+
+
+def load_into(target: Any, results: Results, *, optimizer: Any) -> Any:
+    """Assign the variables of a module, and those of a Keras optimizer."""
+    from onward.frameworks.keras.forward import load_variables
+    from onward.frameworks.tensorflow.capture import names_of
+
+    variables = list(target.variables)
+    names = names_of(target, variables)
+    load_variables(results, {names[id(variable)]: variable for variable in variables}, optimizer)
+    return target

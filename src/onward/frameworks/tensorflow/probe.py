@@ -10,11 +10,15 @@ import onnx_ir as ir
 
 from onward.engines.tensorflow.quiet import tensorflow as tf  # isort: skip  (other imports of it are not quiet)
 
+from onward.agreement.steps import StepResult, compare_steps
 from onward.agreement.tolerance import Sides
 from onward.differentiate import vjp
 from onward.engines import function as function_of
+from onward.errors import MismatchError, UnsupportedError
 from onward.model import Model
 from onward.model.walk import is_random
+from onward.run_state.state import RunState
+from onward.run_state.training_models import to_training_model
 
 
 def confirm(
@@ -31,17 +35,74 @@ def confirm(
         return
     before = [(variable, variable.numpy()) for variable in function.graph.variables if not variable.trainable]
     with tf.GradientTape(persistent=True) as tape:
-        results = function(*map(_tensor, arguments), **{name: _tensor(x) for name, x in named.items()})
+        results = call_with(function, arguments, named)
     expected = tf.nest.flatten(results)
     for variable, value in before:
         variable.assign(value)
-    examples_by_name = {x.op.name: np.asarray(example) for x, example in zip(function.inputs, examples, strict=False)}
-    feeds = {value.name or "": examples_by_name[value.name or ""] for value in model.inputs}
+    feeds = example_feeds(function, arguments, named, model)
     outputs = function_of(_in_training(model), engine="numpy")(feeds)
     compare = Sides("that of TensorFlow", "the conversion is not exact: please report the function")
     compare(outputs, {name: other.numpy() for name, other in zip(outputs, expected, strict=True)})
     if trained:
         _compare_gradients(model, feeds, expected, tape, trained)
+
+
+def call_with(function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """Call a function with an example."""
+    return function(*map(_tensor, arguments), **{name: _tensor(x) for name, x in named.items()})
+
+
+def example_feeds(
+    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], model: Model
+) -> dict[str, np.ndarray]:
+    """Return the example by the names of inputs; an empty one if some of it are specs."""
+    examples = {x.op.name: x.dtype for x in function.inputs}
+    arrays = dict(
+        zip(examples, (np.asarray(x) for x in tf.nest.flatten((arguments, named)) if _is_array(x)), strict=False)
+    )
+    names = [value.name or "" for value in model.inputs]
+    return {name: arrays[name] for name in names} if all(name in arrays for name in names) else {}
+
+
+def try_steps(run: RunState, exported: Any, optimizer: Any) -> None:
+    """Compare three steps of the function and a copy of the optimizer with the training model.
+
+    `exported` has the variables, which are restored, and the call with the example.
+    """
+    from onward.frameworks.keras.optimizer import copy_optimizer
+
+    if not exported.feeds or any(node.op_type == "Dropout" or is_random(node) for node in run.model.graph.all_nodes()):
+        return
+    before = {name: variable.numpy() for name, variable in exported.variables.items()}
+    trained = {name: exported.variables[name] for name in exported.trainable}
+    copied = copy_optimizer(optimizer, [(variable, variable) for variable in trained.values()])
+
+    def step(_: Any) -> StepResult:
+        with tf.GradientTape() as tape:
+            value = exported.call()["loss"]
+        gradients = tape.gradient(value, list(trained.values()), unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        copied.apply(gradients, list(trained.values()))
+        dense = {n: tf.convert_to_tensor(g).numpy() for n, g in zip(trained, gradients, strict=True)}
+        return StepResult(float(value), dense, {name: variable.numpy() for name, variable in trained.items()})
+
+    try:
+        compare_steps(to_training_model(run), [exported.feeds] * 3, step, framework="TensorFlow")
+    except MismatchError as error:
+        if not any(isinstance(g, tf.IndexedSlices) for g in _gradients(exported, trained)):
+            raise
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} updates gathered rows one by one: {error.message}",
+            hint="gather with a matmul, `tf.one_hot(ids, count) @ table`, or use `keras.optimizers.SGD`",
+        ) from error
+    finally:
+        for name, array in before.items():
+            exported.variables[name].assign(array)
+
+
+def _gradients(exported: Any, trained: Mapping[str, Any]) -> list[Any]:
+    with tf.GradientTape() as tape:
+        value = exported.call()["loss"]
+    return list(tape.gradient(value, list(trained.values())))
 
 
 def _compare_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,12 +17,14 @@ from onward.arguments import checked
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import UnsupportedError
 from onward.frameworks.inference import open_parameters, try_outputs
+from onward.frameworks.run_files import Results
+from onward.frameworks.torch.arguments import tensors_of
 from onward.frameworks.torch.loss import inner_values, make_loss, summands
 from onward.frameworks.torch.module import OnnxModule, to_module
 from onward.frameworks.torch.module_capture import GROUP, STEP, batch_counters
-from onward.frameworks.torch.optimizer import ClipHook, clipped_optimizer, make_optimizer
+from onward.frameworks.torch.optimizer import ClipHook, clipped_optimizer, make_optimizer, read_optimizer
 from onward.frameworks.torch.probe import NativeRun, probe_live
-from onward.frameworks.torch.schedule import make_schedule, updates_per_step
+from onward.frameworks.torch.schedule import make_schedule, read_schedule, updates_per_step
 from onward.frameworks.torch.traced.optimizer_state import parameters_of
 from onward.model import Model, Source, load
 from onward.run_state.problems import Problems
@@ -137,7 +140,14 @@ def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
         since = run.step - int(value.metadata_props.get(STEP, run.step))
         run.model.set(value.name, value.const_value.numpy() + since)
     watched, outputs = inner_values(run.loss, run.model), [value.name or "" for value in run.model.outputs]
-    module = to_module(run.model, trainable=run.parameters, statistics=run.statistics, inner=watched, blocks=blocks)
+    module = to_module(
+        run.model,
+        trainable=run.parameters,
+        statistics=run.statistics,
+        inner=watched,
+        updates=run.updates,
+        blocks=blocks,
+    )
     parameters = module.parameters_by_name()
     optimizer = make_optimizer(run, parameters)
     scheduler = make_schedule(run, optimizer)
@@ -164,3 +174,74 @@ def _add_idle(optimizer: Optimizer, run: RunState, parameters: Mapping[str, nn.P
             params = optimizer.param_groups[min(int(group), len(optimizer.param_groups) - 1)]["params"]
             params.append(parameter)
             params.sort(key=lambda other: order[id(other)])
+
+
+def load_into(target: nn.Module, results: Results, *, optimizer: Any, scheduler: Any) -> nn.Module:
+    """Copy tensors into a module, and state into its optimizer and scheduler."""
+    tensors = dict(tensors_of(target))
+    arrays = results.arrays({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    if scheduler is not None and optimizer is None:
+        raise UnsupportedError("a `scheduler` is given without its optimizer", hint="give `optimizer=` as well")
+    state = None
+    if optimizer is not None:
+        state = _states_of(results, optimizer, scheduler, dict(target.named_parameters()))
+    with torch.no_grad():
+        for name, array in arrays.items():
+            tensors[name].copy_(from_array(array).to(tensors[name].dtype))
+    if state is not None:
+        optimizer.load_state_dict(state[0])
+        if scheduler is not None:
+            scheduler.load_state_dict(state[1])
+    return target
+
+
+def _states_of(results: Results, optimizer: Any, scheduler: Any, named: dict[str, nn.Parameter]) -> tuple[Any, Any]:
+    """Return the state dicts that an optimizer and a scheduler load."""
+    run = results.run
+    module, other, others_scheduler, _ = to_torch(results.model, probe=False)
+    for ours, theirs in ((optimizer, other), (scheduler, others_scheduler)):
+        if type(ours) is not type(theirs):
+            names = ["none" if x is None else type(x).__name__ for x in (theirs, ours)]
+            subject = "optimizer" if theirs is other else "scheduler"
+            raise UnsupportedError(
+                f"the training model has the {subject} {names[0]}, not {names[1]}",
+                hint="create the objects with `onward.to_torch(training)`",
+            )
+    others = module.parameters_by_name()
+    numbers = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    state = optimizer.state_dict()
+    rates = {id(p): group for group in other.param_groups for p in group["params"]}
+    for group, stored in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for name in (name for name, p in named.items() if any(p is own for own in group["params"])):
+            if name in others and id(others[name]) in rates:
+                theirs = rates[id(others[name])]
+                stored |= {key: theirs[key] for key in ("lr", "initial_lr") if key in theirs}
+    state["state"] = {
+        numbers[id(named[name])]: copy.deepcopy(dict(other.state[parameter]))
+        for name, parameter in others.items()
+        if name in named and id(named[name]) in numbers and parameter in other.state
+    }
+    schedule_state = None if scheduler is None else others_scheduler.state_dict()
+    trial, trial_scheduler = copy.deepcopy((optimizer, scheduler))
+    trial.load_state_dict(state)
+    if trial_scheduler is not None:
+        trial_scheduler.load_state_dict(schedule_state)
+    copies = [p for group in trial.param_groups for p in group["params"]]
+    by_number = {number: name for name, p in named.items() if (number := numbers.get(id(p))) is not None}
+    copied_names = {id(copies[n]): name for n, name in by_number.items() if name in run.parameters}
+    schedule = read_schedule(trial_scheduler, updates_per_step(run)) if trial_scheduler is not None else None
+    groups, slots, step = read_optimizer(trial, copied_names, schedule)
+    depends_on_count = step or schedule is not None
+    results.confirm(
+        dataclasses.replace(
+            run, groups=groups, state=_with_others(run.state, slots), step=step if depends_on_count else run.step,
+            schedule=schedule.specs if schedule else (),
+        )
+    )  # fmt: skip
+    return state, schedule_state
+
+
+def _with_others(state: Any, slots: dict[str, Any]) -> dict[str, Any]:
+    """Return slots with the state of a run that is not of the optimizer, such as random keys."""
+    owners = {key.rpartition("/")[0] for key in slots}
+    return {**{key: array for key, array in state.items() if key.rpartition("/")[0] not in owners}, **slots}

@@ -53,6 +53,10 @@ class Graph:
     counters: list[str]
     inner: Sequence[str] = ()
     """Outputs that the model itself does not have."""
+    updates: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Buffer -> the value that replaces it in training."""
+    hidden: Sequence[str] = ()
+    """Inner outputs that only update buffers."""
     segments: Sequence[GraphSegment] = ()
     """Parts of `program` if it is split into blocks."""
 
@@ -64,8 +68,10 @@ class Graph:
         statistics: Variance,
         inner: Sequence[str] = (),
         *,
+        updates: Mapping[str, str] | None = None,
         blocks: bool = False,
     ) -> Graph:
+        updates = updates or {}
         model = of_one_opset(model, OLDEST_OPSET)
         table = Live(torch.device("cpu"), statistics).operators
         local_functions = [name for f in model.functions.values() if (name := f"{f.domain}.{f.name}") not in table]
@@ -76,6 +82,9 @@ class Graph:
         for node in model.graph.all_nodes():
             node.name = node.name or names.fresh(node.op_type)
         values_by_name = {value.name: value for value in values(model.graph)}
+        returned = {*inner, *(value.name for value in model.outputs)}
+        hidden = [name for name in dict.fromkeys(updates.values()) if name not in returned]
+        inner = [*inner, *hidden]
         model.graph.outputs.extend(values_by_name[name] for name in inner)
         learns = _parameters(model, trainable)
         stored: dict[str, ir.Value] = {}  # parameters, buffers, and float tensors that are not scalars
@@ -83,7 +92,12 @@ class Graph:
             tensor = value.const_value
             assert tensor is not None
             is_buffer = value.metadata_props.get(KIND) == "BUFFER"
-            if name in learns or is_buffer or (tensor.dtype.is_floating_point() and len(tensor.shape)):
+            if (
+                name in learns
+                or name in updates
+                or is_buffer
+                or (tensor.dtype.is_floating_point() and len(tensor.shape))
+            ):
                 stored[name] = value
         frozen = [name for name, learn in learns.items() if not learn]
         normalizations = [node for node in model.graph.all_nodes() if node.op_type == "BatchNormalization"]
@@ -92,7 +106,8 @@ class Graph:
         persistent = {
             name
             for name, value in stored.items()
-            if (value.metadata_props.get(PERSISTENT) == "True" if KIND in value.metadata_props else value in followed)
+            if name in updates
+            or (value.metadata_props.get(PERSISTENT) == "True" if KIND in value.metadata_props else value in followed)
         }
         state = {name: value.const_value for name, value in stored.items() if value.const_value is not None}
         types = {name: tensor.dtype for name, tensor in state.items()}
@@ -107,6 +122,8 @@ class Graph:
             also={name: json.loads(v.metadata_props[ALSO]) for name, v in stored.items() if ALSO in v.metadata_props},
             counters=[name for node in switched if (name := _counter(node)) in stored],
             inner=inner,
+            updates=updates,
+            hidden=hidden,
         )
         parts = cut_into_parts(model, learns) if blocks else []
         for name in stored:
@@ -191,15 +208,17 @@ def to_module(
     trainable: Collection[str] | None = None,
     statistics: Variance = "sample",
     inner: Sequence[str] = (),
+    updates: Mapping[str, str] | None = None,
     blocks: bool = False,
 ) -> OnnxModule:
     """Return the inference graph of a model as a module.
 
     By default all likely parameters are trainable. `statistics` selects BatchNorm's running
     variance: of the sample as in PyTorch, or of the population. `inner` are values to return beside
-    the outputs. With `blocks`, the graph is split into the blocks that it repeats.
+    the outputs, and `updates` names values that replace buffers in training. With `blocks`, the
+    graph is split into the blocks that it repeats.
     """
-    return OnnxModule(Graph.of(load(source), trainable, statistics, inner, blocks=blocks))
+    return OnnxModule(Graph.of(load(source), trainable, statistics, inner, updates=updates, blocks=blocks))
 
 
 class _Folder(nn.Module):  # type: ignore[misc]
@@ -312,7 +331,13 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         tensors = {
             n: x if isinstance(x, torch.Tensor) else torch.as_tensor(x, device=device) for n, x in arguments.items()
         }
-        results = self._execute({**state, **tensors})
+        updated = self._graph.updates if self.training else {}
+        copies = {name: state[name].clone() for name in updated}  # the backward pass reads the old values
+        results = self._execute({**state, **copies, **tensors})
+        with torch.no_grad():
+            for name, new in updated.items():
+                state[name].copy_(results[new])
+        results = {name: result for name, result in results.items() if name not in self._graph.hidden}
         return results if len(results) > 1 else next(iter(results.values()))
 
     def _execute(self, values: dict[str, Any]) -> dict[str, Any]:

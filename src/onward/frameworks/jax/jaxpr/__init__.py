@@ -70,7 +70,8 @@ def _export(
 ) -> Model:
     jaxpr, shapes = trace(function, params, inputs)
     taken = Names()
-    weights = [initializer(taken.fresh(name), data_of(jax.numpy.asarray(leaf))) for name, leaf in leaves(params)]
+    arrays = ((name, leaf) for name, leaf in leaves(params) if hasattr(leaf, "dtype"))
+    weights = [initializer(taken.fresh(name), data_of(jax.numpy.asarray(leaf))) for name, leaf in arrays]
     fed_names = _unique_names(taken, "inputs", input_names, _argument_names(function, inputs))
     fed = [
         declare_value(var.aval, name) for var, name in zip(jaxpr.jaxpr.invars[len(weights) :], fed_names, strict=True)
@@ -120,7 +121,9 @@ def _unique_names(taken: Names, what: str, requested: Sequence[str] | None, defa
 def trace(function: Callable[..., Any], params: Any, inputs: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
     """Return the jaxpr of a function of the arrays in its arguments, and its result shapes."""
     flat, tree = jax.tree.flatten((params, inputs))
-    traced = [i for i, leaf in enumerate(flat) if _is_array(leaf)]
+    # Python numbers among parameters stay what they are: Equinox has flags and rates there.
+    own = len(jax.tree.leaves(params))
+    traced = [i for i, leaf in enumerate(flat) if hasattr(leaf, "dtype") or (i >= own and _is_array(leaf))]
 
     def call(arrays: Sequence[Any]) -> Any:
         whole = list(flat)

@@ -97,12 +97,12 @@ def nextafter(op, x, towards):
 def _float_of_bits(op, bits, dtype):
     """Return the floats of bits, computed in float64 from sign, exponent and fraction."""
     exponent_bits, fraction_bits = FLOAT_BITS[dtype.name]
-    bits = cast(op, bits, np.uint64)
+    bits = cast(op, bits, np.uint64 if exponent_bits > 8 else np.uint32)  # Keras has no uint64
     last, bias = 2**exponent_bits - 1, 2 ** (exponent_bits - 1) - 1
 
     def field(start, count):
         moved = op.BitShift(bits, op.scalar(start, bits), direction="RIGHT")
-        return cast(op, op.BitwiseAnd(moved, op.constant(np.uint64(2**count - 1))), np.float64)
+        return cast(op, op.BitwiseAnd(moved, op.scalar(2**count - 1, moved)), np.float64)
 
     fraction, exponent = field(0, fraction_bits), field(fraction_bits, exponent_bits)
     is_normal, is_special = exponent > 0, op.Equal(exponent, last)

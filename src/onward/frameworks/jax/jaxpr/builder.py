@@ -38,6 +38,15 @@ def primitives() -> Operators:
     return collect_operators("onward.frameworks.jax.jaxpr", FAMILIES, "primitives")
 
 
+@functools.cache
+def complex_primitives() -> Operators:
+    """Return the rows of equations with complex operands or results."""
+    from onward.frameworks.jax.jaxpr.convolution import OF_ANY_PARTS
+
+    rows = collect_operators("onward.frameworks.jax.jaxpr", ("convolution",), "complex_primitives")
+    return Operators({**{name: row for name, row in primitives().items() if name in OF_ANY_PARTS}, **rows})
+
+
 class JaxprBuilder(Builder):
     """Builder that knows symbolic sizes, and collects the equations that it cannot express."""
 
@@ -109,11 +118,12 @@ class JaxprBuilder(Builder):
 
     def _read(self, atom: Any, environment: dict[Var, ir.Value]) -> Expr:
         if isinstance(atom, Literal):
-            return self.constant(np.asarray(atom.val, atom.aval.dtype))
+            return self.constant(data_of(np.asarray(atom.val, atom.aval.dtype)))
         return Expr(self, environment[atom])
 
     def _equation(self, eqn: JaxprEqn, operands: list[Expr]) -> list[ir.Value]:
-        row = primitives().get(eqn.primitive.name)
+        is_complex = any(_is_complex(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+        row = (complex_primitives() if is_complex else primitives()).get(eqn.primitive.name)
         try:
             if row is None:
                 raise UnsupportedError("no ONNX operator computes it")
@@ -155,8 +165,14 @@ def _live(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     return reversed(live)
 
 
+def _is_complex(aval: Any) -> bool:
+    return bool(jax.dtypes.issubdtype(getattr(aval, "dtype", bool), np.complexfloating))
+
+
 def stored_type(aval: Any) -> Any:
-    """Return the stored type and shape of a value: a random key is two numbers."""
+    """Return the stored type and shape of a value: a random key or a complex number is two numbers."""
+    if _is_complex(aval):
+        return jax.ShapeDtypeStruct((*aval.shape, 2), np.zeros((), aval.dtype).real.dtype)
     if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return aval
     return jax.ShapeDtypeStruct((*aval.shape, 2), np.dtype(np.uint32))
@@ -164,7 +180,8 @@ def stored_type(aval: Any) -> Any:
 
 def data_of(const: Any) -> np.ndarray:
     is_key = jax.dtypes.issubdtype(const.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(const) if is_key else const)
+    array = np.asarray(jax.random.key_data(const) if is_key else const)
+    return np.stack([array.real, array.imag], -1) if array.dtype.kind == "c" else array
 
 
 def declare_value(aval: Any, name: str | None = None) -> ir.Value:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Operators
 from onward.frameworks.formulas.elementwise import log_add_exp, relu6
+from onward.frameworks.formulas.graph_building import constant_of
 from onward.frameworks.formulas.reduction import where
 from onward.frameworks.jax.jaxpr.builder import add_last_axes, declare_value
 from onward.frameworks.jax.jaxpr.movement import positions
@@ -46,7 +48,17 @@ def _scalar(name, dtype):
     return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(()))
 
 
-primitives(cond=lambda op, which, *xs, branches, outs: _branch(op, which, xs, branches, outs, 0))
+@primitives.define("cond")
+def cond(op, which, *xs, branches, outs):
+    if (index := constant_of(which)) is not None:
+        return op.inline(branches[int(np.clip(index, 0, len(branches) - 1))], *xs)
+    return _branch(op, which, xs, branches, outs, 0)
+
+
+@primitives.define("platform_index")
+def platform_index(op, *, platforms):
+    """Return the index of the code for a CPU, or of the default."""
+    return op.constant(np.int32(next(i for i, names in enumerate(platforms) if names is None or "cpu" in names)))
 
 
 def _branch(op, which, xs, branches, outs, first):

@@ -1,4 +1,7 @@
-"""Convolutions, reductions of sliding windows, and matmuls."""
+"""Convolutions, reductions of sliding windows, matmuls and Fourier transforms.
+
+A complex tensor is real, with a last axis (real, imaginary).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,16 @@ import itertools
 import math
 import string
 
+import jax
 import numpy as np
 import onnx_ir as ir
 
 from onward.engines.framework import Operators
-from onward.frameworks.formulas.graph_building import as_pads, cast, inverse, permute
+from onward.errors import UnsupportedError
+from onward.frameworks.formulas.graph_building import as_pads, cast, constant_of, inverse, permute
 from onward.frameworks.formulas.reduction import widely
-from onward.frameworks.jax.jaxpr.builder import extreme, fill, reshape_to
-from onward.frameworks.jax.jaxpr.movement import pad_axes, spread_elements
+from onward.frameworks.jax.jaxpr.builder import add_last_axes, extreme, fill, reshape_to
+from onward.frameworks.jax.jaxpr.movement import pad, pad_axes, spread_elements
 
 primitives = Operators()
 
@@ -192,3 +197,111 @@ def _einsum(op, a, b, dimension_numbers, ranks):
     free_b = [terms[1][axis] for axis in range(ranks[1]) if axis not in (*summed_b, *batch_b)]
     equation = f"{''.join(terms[0])},{''.join(terms[1])}->{''.join([*batch, *free_a, *free_b])}"
     return op.Einsum(a, b, equation=equation)
+
+
+complex_primitives = Operators()
+
+OF_ANY_PARTS = (
+    "add", "add_any", "sub", "neg", "broadcast_in_dim", "concatenate", "copy", "jit", "reduce_sum", "reshape", "rev",
+    "slice", "split", "squeeze", "transpose",
+)  # fmt: skip
+"""Primitives whose rows compute the same for a tensor with one more axis at the end."""
+
+
+def _parts(op, z):
+    return tuple(op.Gather(z, op.constant(np.int64(i)), axis=-1) for i in (0, 1))
+
+
+def _pair(op, real, imaginary):
+    return op.Concat(op.Unsqueeze(real, [-1]), op.Unsqueeze(imaginary, [-1]), axis=-1)
+
+
+def _of_real(op, x, dtype):
+    if (number := constant_of(x)) is not None:
+        return op.constant(np.stack([number, np.zeros_like(number)], -1).astype(dtype))
+    x = cast(op, x, dtype)
+    return _pair(op, x, op.filled_like(x.value, 0))
+
+
+def _multiply(op, x, y):
+    (a, b), (c, d) = _parts(op, x), _parts(op, y)
+    return _pair(op, a * c - b * d, a * d + b * c)
+
+
+def _divide(op, x, y):
+    (a, b), (c, d) = _parts(op, x), _parts(op, y)
+    size = c * c + d * d
+    return _pair(op, (a * c + b * d) / size, (b * c - a * d) / size)
+
+
+def _exponential(op, z):
+    real, angle = _parts(op, z)
+    return op.Unsqueeze(op.Exp(real), [-1]) * _pair(op, op.Cos(angle), op.Sin(angle))
+
+
+def _conjugate(op, z, *, eqn):
+    z = z if eqn.invars[0].aval.dtype.kind == "c" else _of_real(op, z, z.dtype.numpy())
+    return z * op.constant(np.array([1, -1], z.dtype.numpy()))
+
+
+def _convert(op, x, *, eqn, outs):
+    is_complex = eqn.invars[0].aval.dtype.kind == "c"
+    return cast(op, x, outs[0].dtype) if is_complex else _of_real(op, x, outs[0].dtype)
+
+
+def _select(op, which, *cases, ins):
+    if len(cases) != 2:
+        raise UnsupportedError("it selects among more than two complex tensors")
+    return op.Where(add_last_axes(op, which, len(ins[1].shape), len(ins[0].shape)), cases[1], cases[0])
+
+
+def _pad(op, z, value, *, padding_config, ins):
+    if (number := constant_of(value)) is None or np.any(number):
+        raise UnsupportedError("it pads complex numbers with others than 0")
+    return pad(op, z, op.constant(np.zeros((), ins[0].dtype)), padding_config=(*padding_config, (0, 0, 0)), ins=ins)
+
+
+def _dot_general(op, x, y, *, dimension_numbers, ins, outs):
+    """Compute a matmul as those of the real and imaginary parts."""
+    shapes = [jax.ShapeDtypeStruct(stored.shape[:-1], stored.dtype) for stored in (*ins, *outs)]
+
+    def product(a, b):
+        return dot_general(op, a, b, dimension_numbers=dimension_numbers, ins=shapes[:2], outs=shapes[2:])
+
+    (a, b), (c, d) = _parts(op, x), _parts(op, y)
+    return _pair(op, product(a, c) - product(b, d), product(a, d) + product(b, c))
+
+
+complex_primitives(
+    mul=_multiply,
+    div=_divide,
+    exp=_exponential,
+    conj=_conjugate,
+    complex=_pair,
+    real=lambda op, z: _parts(op, z)[0],
+    imag=lambda op, z: _parts(op, z)[1],
+    convert_element_type=_convert,
+    select_n=_select,
+    pad=_pad,
+    dot_general=_dot_general,
+)
+
+
+@complex_primitives.define("fft")
+def transform(op, x, *, fft_type, fft_lengths, eqn):
+    """Write a DFT for each axis. The inverse of a one-sided transform first completes the frequencies."""
+    kind, rank = fft_type.name, len(eqn.invars[0].aval.shape)
+    *others, last = range(rank - len(fft_lengths), rank)
+
+    def along(x, axis, **options):
+        return op.DFT(x, op.constant(np.int64(fft_lengths[axis - rank])), op.constant(np.int64(axis)), **options)
+
+    if kind == "RFFT":
+        x = along(op.Unsqueeze(x, [-1]), last, onesided=1)
+    for axis in others if kind in ("RFFT", "IRFFT") else (*others, last):
+        x = along(x, axis, inverse=int(kind in ("IFFT", "IRFFT")))
+    if kind != "IRFFT":
+        return x
+    mirrored = op.Gather(x, op.constant(np.arange((fft_lengths[-1] - 1) // 2, 0, -1)), axis=last)
+    x = op.Concat(x, mirrored * op.constant(np.array([1, -1], x.dtype.numpy())), axis=last)
+    return _parts(op, along(x, last, inverse=1))[0]

@@ -52,6 +52,8 @@ class Source:
 def write_program(training: Model, live: Any, file: str = "run.pt") -> Source:
     """Return the program of a run, or of a module alone. `file` is the name of its state file."""
     module, optimizer, scheduler, loss = live
+    if own := [*module._graph.updates]:
+        raise UnsupportedError(f"the model itself updates `{own[0]}`, which a written program does not", hint=LIVE)
     program, model = _model(module)
     if optimizer is None:
         functions = [_load_module(bool(model.constants)), _save_module(bool(model.constants))]
