@@ -185,7 +185,7 @@ def load_into(
     for option, value, frameworks in (("scheduler", scheduler, ("torch",)), ("statistics", statistics, ("jax",))):
         if value is not None and name not in frameworks:
             raise UnsupportedError(f"a target of {name} takes no `{option}`", hint=f"leave out `{option}`")
-    results = Results(model, from_training_model(model, index, forward=False))
+    results = TrainedResults(model, from_training_model(model, index, forward=False))
     options = {"scheduler": scheduler} if name == "torch" else {"statistics": statistics} if name == "jax" else {}
     return importlib.import_module(f"onward.frameworks.{name}.forward").load_into(
         target, results, optimizer=optimizer, **options
@@ -198,7 +198,7 @@ def _framework_of(target: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Results:
+class TrainedResults:
     """Training model and its run."""
 
     model: Model

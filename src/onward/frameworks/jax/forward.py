@@ -25,7 +25,7 @@ from onward.frameworks.jax.optimizer import fill_state, make_optimizer, read_opt
 from onward.frameworks.jax.probe import try_updates
 from onward.frameworks.jax.traced_optimizer import fill_traced
 from onward.frameworks.jax.updates import execute_by_jax
-from onward.frameworks.run_files import Results
+from onward.frameworks.run_files import TrainedResults
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
@@ -248,7 +248,7 @@ class TrainingParts:
         return model
 
 
-def load_into(target: Any, results: Results, *, optimizer: Any, statistics: Any) -> Any:
+def load_into(target: Any, results: TrainedResults, *, optimizer: Any, statistics: Any) -> Any:
     """Return trees with the values of a training model; change a module of NNX in place."""
     if nnx := nnx_of(target):
         return _into_module(nnx, target, results, optimizer, statistics)
@@ -261,7 +261,7 @@ def load_into(target: Any, results: Results, *, optimizer: Any, statistics: Any)
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
-def _into_module(nnx: Any, target: Any, results: Results, optimizer: Any, statistics: Any) -> Any:
+def _into_module(nnx: Any, target: Any, results: TrainedResults, optimizer: Any, statistics: Any) -> Any:
     if statistics is not None:
         raise UnsupportedError("a module of NNX has its statistics inside", hint="leave out `statistics`")
     if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
@@ -281,7 +281,7 @@ def _into_module(nnx: Any, target: Any, results: Results, optimizer: Any, statis
     return target
 
 
-def _trees(params: Any, results: Results, tx: Any, statistics: Any) -> list[Any]:
+def _trees(params: Any, results: TrainedResults, tx: Any, statistics: Any) -> list[Any]:
     """Return the parameters, the state of the optimizer and the statistics that are given, with new values."""
     trees = [params] if statistics is None else [params, statistics]
     bare = statistics is not None and jax.tree_util.all_leaves([statistics])
@@ -313,7 +313,7 @@ def _filled(tree: Any, arrays: dict[str, np.ndarray], name: str = "") -> Any:
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def opt_state_of(tx: Any, weights: Any, results: Results) -> Any:
+def opt_state_of(tx: Any, weights: Any, results: TrainedResults) -> Any:
     """Return the state of an optax optimizer that continues the run."""
     run = results.run
     check_optimizer(tx, None, weights)

@@ -29,7 +29,7 @@ from onward.frameworks.keras.step_graphs import (
     share_of_replica,
     sum_over_replicas,
 )
-from onward.frameworks.run_files import Results
+from onward.frameworks.run_files import TrainedResults
 from onward.model import Model, Source, load
 from onward.model.state import STEP, states
 from onward.run_state.standard_steps import adopt
@@ -271,7 +271,7 @@ def _layers(model: Model, probe: bool) -> Any:
     return keras_model
 
 
-def load_into(target: Any, results: Results, *, optimizer: Any) -> Any:
+def load_into(target: Any, results: TrainedResults, *, optimizer: Any) -> Any:
     """Assign the variables of a model, and those of its optimizer."""
     # Keras numbers models: a second `sequential/first/kernel` is `sequential_1/first/kernel`.
     own, root = f"{target.name}/", f"{results.model.graph.name}/"
@@ -286,7 +286,7 @@ def load_into(target: Any, results: Results, *, optimizer: Any) -> Any:
     return target
 
 
-def load_variables(results: Results, variables: Mapping[str, Any], optimizer: Any) -> None:
+def load_variables(results: TrainedResults, variables: Mapping[str, Any], optimizer: Any) -> None:
     """Assign variables by name, and those of their optimizer."""
     arrays = results.arrays({name: tuple(variable.shape) for name, variable in variables.items()})
     made = None if optimizer is None else _optimizer_of(results, optimizer, variables)
@@ -299,7 +299,7 @@ def load_variables(results: Results, variables: Mapping[str, Any], optimizer: An
             ours.assign(theirs.value if hasattr(theirs, "value") else theirs)
 
 
-def _optimizer_of(results: Results, optimizer: Any, variables: Mapping[str, Any]) -> Any:
+def _optimizer_of(results: TrainedResults, optimizer: Any, variables: Mapping[str, Any]) -> Any:
     """Return an optimizer of the same class, with the state of the run, for the same variables."""
     run = results.run
     trained = {name: variables[name] for name in variables if name in run.parameters}

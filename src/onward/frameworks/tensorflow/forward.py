@@ -23,7 +23,7 @@ from onward.errors import Error, UnsupportedError, first_line
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
 from onward.frameworks.inference import open_parameters, try_outputs
 from onward.frameworks.program.source_text import Identifiers
-from onward.frameworks.run_files import Results
+from onward.frameworks.run_files import TrainedResults
 from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
@@ -247,7 +247,7 @@ def _without_values(model: Model, names: Iterable[str], step: int) -> bytes:
     return bytes(empty.to_proto().SerializeToString())
 
 
-def load_into(target: Any, results: Results, *, optimizer: Any) -> Any:
+def load_into(target: Any, results: TrainedResults, *, optimizer: Any) -> Any:
     """Assign the variables of a module, and those of a Keras optimizer."""
     from onward.frameworks.keras.forward import load_variables
     from onward.frameworks.tensorflow.capture import names_of

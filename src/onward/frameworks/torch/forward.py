@@ -17,7 +17,7 @@ from onward.arguments import checked
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import UnsupportedError
 from onward.frameworks.inference import open_parameters, try_outputs
-from onward.frameworks.run_files import Results
+from onward.frameworks.run_files import TrainedResults
 from onward.frameworks.torch.arguments import tensors_of
 from onward.frameworks.torch.loss import inner_values, make_loss, summands
 from onward.frameworks.torch.module import OnnxModule, to_module
@@ -176,7 +176,7 @@ def _add_idle(optimizer: Optimizer, run: RunState, parameters: Mapping[str, nn.P
             params.sort(key=lambda other: order[id(other)])
 
 
-def load_into(target: nn.Module, results: Results, *, optimizer: Any, scheduler: Any) -> nn.Module:
+def load_into(target: nn.Module, results: TrainedResults, *, optimizer: Any, scheduler: Any) -> nn.Module:
     """Copy tensors into a module, and state into its optimizer and scheduler."""
     tensors = dict(tensors_of(target))
     arrays = results.arrays({name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -195,7 +195,9 @@ def load_into(target: nn.Module, results: Results, *, optimizer: Any, scheduler:
     return target
 
 
-def _states_of(results: Results, optimizer: Any, scheduler: Any, named: dict[str, nn.Parameter]) -> tuple[Any, Any]:
+def _states_of(
+    results: TrainedResults, optimizer: Any, scheduler: Any, named: dict[str, nn.Parameter]
+) -> tuple[Any, Any]:
     """Return the state dicts that an optimizer and a scheduler load."""
     run = results.run
     module, other, others_scheduler, _ = to_torch(results.model, probe=False)
