@@ -223,7 +223,6 @@ def _train(model: Model, switched: Collection[str]) -> None:
             node.resize_inputs(3)
             node.replace_input_with(2, on)
         elif node.op_type == in_training.name and node.domain:
-            assert node.inputs[1] is not None
-            node.outputs[0].replace_all_uses_with(node.inputs[1], replace_graph_outputs=True)
+            node.replace_input_with(0, node.inputs[1])  # in place: outputs of the graph keep their names
         elif node.name in switched:
             node.attributes.add(ir.AttrInt64("training_mode", 1))
