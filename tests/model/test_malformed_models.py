@@ -248,9 +248,6 @@ UNCONNECTED: dict[str, Callable[[onnx.GraphProto], object]] = {
     "not valid ONNX: Output 'hidden' is redeclared": lambda graph: put(graph.node[1].output, 0, "hidden"),
     "nothing computes the output `logits`": lambda graph: graph.ClearField("node"),
     "the input `image` has no type": lambda graph: put(graph.input[0].type.tensor_type, "elem_type", 0),
-    "the input `image` has a size of -5": lambda graph: put(
-        graph.input[0].type.tensor_type.shape.dim[1], "dim_value", -5
-    ),
 }
 """The message -> what is done to a model to get it."""
 

@@ -91,7 +91,9 @@ def _objections(scope: Scope, verdict: Verdict) -> Iterator[Finding]:
         hint = "use the file only if you trust its source"
         yield make_finding("OW114", location, f"onnx.checker {verdict.died}", hint)
     elif verdict.loads and scope is scope.subject.inference:
-        yield make_finding("OW117", location, _sentence(verdict.invalid or verdict.contradiction or ""))
+        invalid, contradiction = verdict.invalid, verdict.contradiction or ""
+        objection = _message_and_hint(scope, invalid) if invalid else (_sentence(contradiction),)
+        yield make_finding("OW117", location, *objection)
     elif verdict.invalid:
         code = "OW110" if scope is scope.subject.inference else "OW111" if scope.outer else "OW112"
         yield make_finding(code, location, *_message_and_hint(scope, verdict.invalid))

@@ -311,7 +311,9 @@ def _refuse_own_derivatives() -> Iterator[None]:
     apply = torch.autograd.Function.apply
 
     def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+        is_operator = function.__name__.startswith("GeneratedBackwardFor_")  # of torch.library, translated or refused
+        is_counted = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+        if is_counted and not is_operator:
             line = _last_user_line(traceback.extract_stack())
             raise UnsupportedError(
                 f"`{function.__name__}` has a derivative of its own" + (f" ({line})" if line else ""),

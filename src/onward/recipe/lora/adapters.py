@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 import onnx_ir as ir
 
-from onward.arguments import Count, Range, Seed, checked
+from onward.arguments import Range, Seed, checked
 from onward.build import Builder, Expr, Names
 from onward.constants import add_initializer
 from onward.errors import RecipeError, UnknownNameError, UnsupportedError, list_names, warn
@@ -257,7 +257,7 @@ _WINDOW = {"kernel_shape", "strides", "pads", "dilations", "auto_pad"}
 @checked()
 def add(
     model: Source,
-    rank: Count = 8,
+    rank: Annotated[int, Range(least=1, most=65536)] = 8,
     alpha: float = 16.0,
     targets: str | Sequence[str] | None = None,
     dropout: Annotated[float, Range(least=0, below=1)] = 0.0,

@@ -224,15 +224,15 @@ def _read_onnxruntime(path: Path) -> tuple[dict[str, tuple[np.ndarray, np.ndarra
 
     try:
         regular(path)
-        parameters = ort.AdapterFormat.read_adapter(os.fspath(path)).get_parameters()
+        form = ort.AdapterFormat.read_adapter(os.fspath(path))  # owns the memory of its parameters
+        parameters = {name: np.array(to_array(value)) for name, value in form.get_parameters().items()}
     except Exception as error:  # RuntimeError, or what the binding raises for files that are no adapters
         raise InvalidModelError(f"`{path}` holds no adapter: {first_line(error)}") from error
     pairs: dict[str, dict[str, np.ndarray]] = {}
-    for name, value in parameters.items():
+    for name, numbers in parameters.items():
         weight, _, slot = name.rpartition("/")
         if slot not in ADAPTERS:
             raise UnsupportedError(f"`{path}` holds `{name}`, which is not an adapter of a layer")
-        numbers = to_array(value)
         pairs.setdefault(weight, {})[slot] = numbers if numbers.ndim > 2 else numbers.T
     if not pairs or any(len(pair) != 2 for pair in pairs.values()):
         raise InvalidModelError(f"`{path}` lacks an A or a B of some weight")
