@@ -49,8 +49,8 @@ def _matrix(node: ir.Node, index: int, array: np.ndarray) -> np.ndarray | None:
         array = array.reshape(-1, *array.shape[-2:])[0] if np.prod(array.shape[:-2]) == 1 else array
     if array.ndim != 2:
         return None
-    turned = node.attributes.get_int("transB" if index else "transA", 0)
-    return array if bool(turned) == (index == 1) else array.T
+    is_transposed = bool(node.attributes.get_int("transB" if index else "transA", 0))
+    return array if is_transposed == (index == 1) else array.T
 
 
 def _of_matrix(matrix: np.ndarray) -> str | None:

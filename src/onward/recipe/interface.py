@@ -49,10 +49,10 @@ def batch_axes(
         symbols[name] = [] if axis == "none" else symbols[name] if axis is None else [symbols[name][axis]]
     shared = set.intersection(*map(set, symbols.values())) - {None} if symbols else set()
     named = {symbol for symbol in shared if MEANS_BATCH.fullmatch(symbol or "")}
-    found = named or {symbol for symbol in shared if any(symbol == axis[0] for axis in symbols.values())}
+    candidates = named or {symbol for symbol in shared if any(symbol == axis[0] for axis in symbols.values())}
     read_off: dict[str, str] = {}
-    if len(found) == 1:
-        (batch,) = found
+    if len(candidates) == 1:
+        (batch,) = candidates
         for value in [*inputs, *model.outputs]:
             name, dims = value.name or "", _symbols(value)
             if name not in axes and batch in dims and dims[0] != batch:

@@ -24,7 +24,7 @@ Path = tuple[tuple[str, str], ...]
 
 
 class Place(NamedTuple):
-    """Where a body stores a tensor."""
+    """Location of a tensor in a body."""
 
     path: Path
     name: str

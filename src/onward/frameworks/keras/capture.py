@@ -12,13 +12,18 @@ from onward.arguments import checked
 from onward.errors import DataError, UnsupportedError, first_line
 from onward.frameworks.keras.layer_graph import REGULARIZATION, LayerGraph, has_call, is_functional
 from onward.frameworks.keras.loss import Summand, read_loss
-from onward.frameworks.keras.optimizer import clip_of, read_optimizer, recipe_of, row_of, state_of, trace_update
+from onward.frameworks.keras.optimizer import (
+    clip_of,
+    groups_of,
+    recipe_of,
+    row_of,
+    state_of,
+)
 from onward.frameworks.keras.probe import try_steps
 from onward.frameworks.keras.schedule import read_schedule
 from onward.frameworks.keras.traced import as_tensors, build, has_own_step
 from onward.model import Model
-from onward.recipe.spec import Spec
-from onward.run_state.state import ParameterGroup, RunState
+from onward.run_state.state import RunState
 from onward.run_state.training_models import to_training_model
 from onward.vocabulary.keras import Rate, Refused
 
@@ -74,7 +79,7 @@ def from_keras(
         run = RunState(
             model=inference if training is None else training,
             loss=[f"value:{graph.losses[graph.updates[number].loss]}"] if graph.updates else loss,
-            groups=_groups(optimizer, rate.lr, variables, graph),
+            groups=groups_of(optimizer, rate.lr, variables, graph.names),
             state=state_of(optimizer, graph.names, variables),
             step=int(optimizer.iterations),
             schedule=rate.schedule,
@@ -143,22 +148,6 @@ def _gather(problems: list[str], read: Callable[[], Any], default: Any) -> Any:
     except Refused as reason:
         problems.append(f"the {reason}")
         return default
-
-
-def _groups(optimizer: Any, lr: float, variables: Sequence[Any], graph: LayerGraph) -> list[ParameterGroup]:
-    """Return one group, or two if weight decay spares some variables."""
-    if row_of(optimizer) is None:
-        update = trace_update(optimizer, variables, graph.names, lr)
-        return [ParameterGroup(update, [graph.names[id(v)] for v in variables])]
-    decay, spec = float(optimizer.weight_decay or 0.0), read_optimizer(optimizer, lr)
-    groups: dict[float, list[str]] = {decay: [], 0.0: []}
-    for v in variables:
-        groups[decay if optimizer._use_weight_decay(v) else 0.0].append(graph.names[id(v)])
-    return [
-        ParameterGroup(Spec(spec.name, {**spec.options, "weight_decay": number}), names)
-        for number, names in groups.items()
-        if names
-    ]
 
 
 def from_configuration(config: Mapping[str, Any], names: Sequence[tuple[str, tuple[int, ...]]]) -> Model:

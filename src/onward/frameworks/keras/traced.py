@@ -408,7 +408,7 @@ class TracedStep:
 
 @dataclasses.dataclass
 class StepRecords:
-    """What a `train_step` differentiated and applied."""
+    """Losses and updates of a traced `train_step`."""
 
     losses: list[Any] = dataclasses.field(default_factory=list)
     updates: list[TracedUpdate] = dataclasses.field(default_factory=list)
