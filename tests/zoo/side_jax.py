@@ -16,10 +16,7 @@ import onward
 from onward.frameworks.jax.closures import named_leaves
 from onward.frameworks.jax.jaxpr.builder import data_of
 from onward.model.state import states
-from zoo import STEPS, Run, nudged
-
-NUDGES = 2
-"""Runs with other last digits."""
+from zoo import NUDGES, STEPS, Run, nudged
 
 
 @dataclasses.dataclass

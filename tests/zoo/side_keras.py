@@ -15,10 +15,7 @@ from onward.agreement.steps import without_dropout
 from onward.frameworks.keras import capture
 from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.probe import TrialRun
-from zoo import STEPS, Run, nudged, targets_of
-
-NUDGES = 2
-"""Runs with other last digits."""
+from zoo import NUDGES, STEPS, Run, nudged, targets_of
 
 
 @dataclasses.dataclass

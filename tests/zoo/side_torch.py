@@ -13,10 +13,7 @@ from torch import nn
 
 import onward
 from onward.frameworks.torch.arguments import Flat, tensors_of
-from zoo import STEPS, Run, nudged, targets_of
-
-NUDGES = 4
-"""Runs with other weights: with other last digits, or moved by as much as sums of many terms are rounded."""
+from zoo import NUDGES, STEPS, Run, nudged, targets_of
 
 
 @dataclasses.dataclass

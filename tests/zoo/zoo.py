@@ -48,6 +48,8 @@ ROWS = {
 """Modules with `CASES`, and the framework that they import."""
 EXACT, REFUSED, WRONG, RAW = "exact", "refused", "wrong", "raw"
 STEPS = 3
+NUDGES = 4
+"""Runs of the framework from other last digits; two of them cannot tell how far rounding moves a deep network."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -261,7 +261,7 @@ def test_values_and_gradients(name):
 
     compute, *arrays = CASES[name]
     call = tf().function(compute)
-    model, _, _ = export(call, as_specs(name, arrays))
+    model = export(call, as_specs(name, arrays), owner=call).model
     tensors = [tf().constant(array) for array in arrays]
     floats = [x for x in tensors if x.dtype.is_floating]
     with tf().GradientTape() as tape:
@@ -306,7 +306,7 @@ def test_functions_at_extreme_arguments(kind):
     functions = [getattr(tf().nn if kind == "activations" else tf() if name == "truncatemod" else tf().math, name)
                  for name in names]  # fmt: skip
     call = tf().function(lambda *xs: [tf().cast(f(*xs), tf().float32) for f in functions])
-    model, _, _ = export(call, [tf().TensorSpec(array.shape, array.dtype) for array in arrays])
+    model = export(call, [tf().TensorSpec(array.shape, array.dtype) for array in arrays], owner=call).model
     expected = call(*map(tf().constant, arrays))
     given = dict(zip((value.name for value in model.inputs), arrays, strict=True))
     for engine in ("numpy", "onnxruntime"):
