@@ -26,7 +26,6 @@ from onward.agreement.tolerance import (
     largest,
     noise_in,
 )
-from onward.build import Names
 from onward.engines import Engine, start
 from onward.errors import MismatchError
 from onward.inspect import describe
@@ -203,6 +202,7 @@ def types_in(model: Model) -> set[ir.DataType | None]:
 def without_dropout(model: Model) -> Model:
     """Return a copy of an inference model without Dropout, and with the mean of each random number."""
     copy = model.copy()
+    names = copy.names()
     for node in list(copy.graph.all_nodes()):
         if node.op_type == "Dropout" and not node.domain:
             node.op_type = "Identity"
@@ -222,7 +222,6 @@ def without_dropout(model: Model) -> Model:
             node.resize_inputs(2)
             node.replace_input_with(0, constant.outputs[0])
             node.replace_input_with(1, shape.outputs[0])
-            names = Names(value.name for value in values(copy.graph) if value.name)
             constant.outputs[0].name, shape.outputs[0].name = names.fresh("mean"), names.fresh("shape")
     return copy
 

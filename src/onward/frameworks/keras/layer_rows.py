@@ -328,13 +328,22 @@ def _padded(b: LayerBuilder, node: ir.Node, x: Any, pads: list[tuple[int, int]])
     return b.apply(_PADDINGS[len(pads)], node, x, padding=pads[0] if len(pads) == 1 else tuple(pads))
 
 
-@row("Conv")
-def _convolution(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make | None:
+def _stored_kernel(b: LayerBuilder, node: ir.Node) -> tuple[ir.Value, np.ndarray, np.ndarray | None] | None:
+    """Return the image of a convolution, its kernel and its bias; None if they are not stored."""
     x, kernel = node.inputs[0], b.array(node.inputs[1])
     has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
     bias = b.array(node.inputs[2]) if has_bias else None
     if x is None or not b.is_tensor(x) or kernel is None or (has_bias and bias is None) or _channels(x) is None:
         return None
+    return x, kernel, bias
+
+
+@row("Conv")
+def _convolution(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make | None:
+    stored = _stored_kernel(b, node)
+    if stored is None:
+        return None
+    x, kernel, bias = stored
     rank, groups = kernel.ndim - 2, named["group"]
     strides, dilations = (list(named.get(key) or [1] * rank) for key in ("strides", "dilations"))
     pads, is_same = _pads(named, rank), named["auto_pad"] == "SAME_UPPER"
@@ -369,11 +378,10 @@ def _convolution(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make 
 
 @row("ConvTranspose")
 def _transposed_convolution(b: LayerBuilder, node: ir.Node, named: dict[str, Any]) -> Make | None:
-    x, kernel = node.inputs[0], b.array(node.inputs[1])
-    has_bias = len(node.inputs) > 2 and node.inputs[2] is not None
-    bias = b.array(node.inputs[2]) if has_bias else None
-    if x is None or not b.is_tensor(x) or kernel is None or (has_bias and bias is None) or _channels(x) is None:
+    stored = _stored_kernel(b, node)
+    if stored is None:
         return None
+    x, kernel, bias = stored
     rank = kernel.ndim - 2
     strides, pads = list(named.get("strides") or [1] * rank), _pads(named, rank)
     odd = named.get("output_shape") or any(named.get("output_padding") or []) or named["group"] > 1
