@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,10 @@ def activate(c: Call, function: Any, x: LayerTensor) -> LayerTensor:
         return LayerTensor(x.shape, plain=c.op.LogSoftmax(x.plain, axis=-1))
     if not is_keras or name not in _ELEMENTWISE:
         raise Refused(f"has the activation `{name}`")
-    result = x.map(lambda expr: _ELEMENTWISE[name](c.op, expr))
+    options = {}
+    if name == "gelu" and inspect.signature(function).parameters["approximate"].default:  # that of `keras.ops`
+        options["approximate"] = "tanh"
+    result = x.map(lambda expr: _ELEMENTWISE[name](c.op, expr, **options))
     if name == "sigmoid":
         result.logits = x
     return result
@@ -61,9 +65,10 @@ def _hard_sigmoid(op: Builder, x: Expr) -> Expr:
     return op.Clip(x + 3.0, 0.0, 6.0) / 6.0
 
 
-_SAME = ("Gelu", "Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh")
-_ELEMENTWISE: dict[str, Callable[[Builder, Expr], Expr]] = {
+_SAME = ("Relu", "Selu", "Sigmoid", "Softplus", "Softsign", "Tanh")
+_ELEMENTWISE: dict[str, Callable[..., Expr]] = {
     **{name.lower(): same_operator(name) for name in _SAME},
+    "gelu": lambda op, x, **options: op.Gelu(x, **options),
     "leaky_relu": lambda op, x: _leaky_relu(op, x, 0.2),
     "relu6": lambda op, x: op.Clip(x, 0.0, 6.0),
     "elu": lambda op, x: op.Elu(x, alpha=1.0),
