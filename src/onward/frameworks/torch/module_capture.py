@@ -43,7 +43,8 @@ _PREFIX = "module."
 """Prefix of names in the exported graph."""
 _INSIDE = ("_orig_mod", "_original_module")
 """Attributes in which `torch.compile` and Lightning Fabric keep a module."""
-_RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
+_RANDOM = {"Bernoulli", "Multinomial"}
+"""Operators that draw what steps do not."""
 
 
 def capture_module(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:

@@ -27,6 +27,7 @@ from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.program.trial import step_trial, try_out
 from onward.frameworks.torch.arguments import Flat, hollow_copy, named_tensors, tensors_of
+from onward.frameworks.torch.draws import MeanDraws
 from onward.frameworks.torch.exporter import fault_of_example
 from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands, takes_all
 from onward.frameworks.torch.module import LIVE, OnnxModule
@@ -107,7 +108,7 @@ def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: i
     is_live = isinstance(native.module, OnnxModule) and isinstance(example_inputs, Mapping)
     flat = _OwnNames(native.module, example_inputs) if is_live else Flat(native.module, example_inputs)
     prober = _Prober(native, run.step, flat, terms)
-    with torch.random.fork_rng(), NothingDropped(), warnings.catch_warnings():
+    with torch.random.fork_rng(), NothingDropped(), MeanDraws(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
         batches = [prober.batch(model)] * steps
         compare_steps(model, batches, prober.step, framework="PyTorch", engine="torch")

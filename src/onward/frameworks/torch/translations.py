@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import torch
@@ -306,6 +307,66 @@ def _histc(x: Any, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     return op.ReduceSum(op.CastLike(counted, x), op.Constant(value_ints=[0]), keepdims=0)
 
 
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _bernoulli(p: Any) -> Any:
+    return op.CastLike(op.Less(op.RandomUniformLike(p), p), p)
+
+
+def _permutation(n: Any, *_: Any, **__: Any) -> Any:
+    size = op.Reshape(n, op.Constant(value_ints=[1])) if isinstance(n, ir.Value) else op.Constant(value_ints=[n])
+    return op.TopK(op.RandomUniformLike(op.ConstantOfShape(size)), size, largest=0)[1]
+
+
+def _uniform(shape: Any, low: float, high: float, dtype: int, **_: Any) -> Any:
+    sizes = [op.Reshape(n, op.Constant(value_ints=[1])) if isinstance(n, ir.Value) else n for n in shape]
+    sizes = [n if isinstance(n, ir.Value) else op.Constant(value_ints=[n]) for n in sizes]
+    size = op.Concat(*sizes, axis=0) if sizes else op.Constant(value=onnx.helper.make_tensor("", 7, [0], []))
+    return op.RandomUniformLike(op.ConstantOfShape(size), low=low, high=high, dtype=dtype)
+
+
+# ---- matrices --------------------------------------------------------------------------------------------------------
+
+_TERMS = 18
+"""Terms of the exponential series; for matrices of norm 1, the rest is less than 1e-17."""
+_SQUARINGS = 12
+
+
+def _matrix_exp(x: Any) -> Any:
+    """Return the exponential of matrices, as squares of that of x / 2^n, whose norm is at most 1."""
+    identity = op.CastLike(op.Constant(value=onnx.numpy_helper.from_array(np.eye(x.shape[-1], dtype=np.float32))), x)
+    norm = op.ReduceMax(op.ReduceSum(op.Abs(_stop(x)), op.Constant(value_ints=[-1])), keepdims=0)
+    two = _constant(2, x)
+    halvings = op.Ceil(op.Div(op.Log(op.Max(norm, _constant(1, x))), op.Log(two)))
+    small, result = op.Div(x, op.Pow(two, halvings)), identity
+    for i in range(_TERMS, 0, -1):
+        result = op.Add(op.MatMul(op.Div(small, _constant(i, x)), result), identity)
+    for i in range(_SQUARINGS):
+        result = op.Where(op.Less(_constant(i, x), halvings), op.MatMul(result, result), result)
+    return result
+
+
+def _householder_product(x: Any, factors: Any) -> Any:
+    """Return the product of reflections by the columns below the diagonal of a matrix."""
+    if len(x.shape) != 2:
+        raise NotImplementedError("householder_product of several matrices")
+    rows, columns = x.shape
+    identity = np.eye(rows, dtype=np.float32)
+
+    def constant(array: np.ndarray) -> Any:
+        return op.CastLike(op.Constant(value=onnx.numpy_helper.from_array(array)), x)
+
+    result, below = constant(identity[:, :columns]), np.tril(np.ones((rows, columns), np.float32), -1)
+    for i in reversed(range(factors.shape[0])):
+        column = op.MatMul(op.Mul(x, constant(below)), constant(np.eye(columns, dtype=np.float32)[:, i : i + 1]))
+        column = op.Add(column, constant(identity[:, i : i + 1]))
+        factor = op.Gather(factors, op.Constant(value_ints=[i]))
+        product = op.MatMul(op.Transpose(column, perm=[1, 0]), result)
+        result = op.Sub(result, op.Mul(op.MatMul(column, product), factor))
+    return result
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +490,11 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     ops.aten.conv3d.default: _conv3d,
     ops.aten._grouped_mm.default: _grouped_mm,
     ops.aten.histc.default: _histc,
+    ops.aten.bernoulli.default: _bernoulli,
+    ops.aten.randperm.default: _permutation,
+    ops.prims.uniform.default: _uniform,
+    ops.aten.linalg_matrix_exp.default: _matrix_exp,
+    ops.aten.linalg_householder_product.default: _householder_product,
     ops.aten.cosine_similarity.default: _cosine_similarity,
     ops.aten.relu6.default: _relu6,
     ops.aten.hardtanh.default: _hardtanh,
