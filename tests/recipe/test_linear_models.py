@@ -156,6 +156,57 @@ def test_probabilities_are_looked_at_through_maps():
     assert training.steps[0].metadata
 
 
+@pytest.mark.parametrize("end", ["LinearClassifier", "ZipMap"])
+def test_class_names_of_data_have_the_numbers_of_the_model(end, tmp_path):
+    names = ["no", "yes", "maybe"]
+    made = classifier(3, names, "SOFTMAX")
+    if end == "ZipMap":  # as skl2onnx ends: the probabilities have no shape
+        maps = helper.make_map_type_proto(TensorProto.STRING, helper.make_tensor_type_proto(TensorProto.FLOAT, []))
+        zipped = helper.make_value_info("maps", helper.make_sequence_type_proto(maps))
+        nodes = [*made.graph.node, ml("ZipMap", ["probabilities"], ["maps"], classlabels_strings=names)]
+        made = model(nodes, [made.graph.output[0], zipped])
+    rows = [",".join([*map(str, row), names[1 + i % 2]]) for i, row in enumerate(X)]  # sorted: maybe, yes
+    (tmp_path / "data.csv").write_text("\n".join(["a,b,c,d,label", *rows]))
+    run = onward.train(
+        made, tmp_path / "data.csv", columns={"X": list("abcd")}, loss="LinearClassifier.scores=ce", epochs=1,
+        run=tmp_path / "run", quiet=True,
+    )  # fmt: skip
+    chosen = np.array([[row[name] for name in names] if end == "ZipMap" else row for row in outputs(made, {"X": X})[1]])
+    losses = [event["loss"] for event in run.read_log() if event["event"] == "epoch"]
+    np.testing.assert_allclose(losses[0], -np.log(chosen[range(6), [1, 2] * 3]).mean(), rtol=1e-5)
+
+
+def test_words_become_features_in_a_step(tmp_path):
+    hot = [
+        ml("OneHotEncoder", ["word"], ["hot"], cats_strings=["u", "v"]),
+        make_node("Reshape", ["hot", "rows"], ["h"]),
+    ]
+    before = [
+        hot,
+        make_node("Reshape", ["hot", "rows"], ["h"]),
+        make_node("Concat", ["h", "X"], ["z"], axis=1),
+    ]
+    made = classifier(3, [0, 1, 2], "SOFTMAX", before, "z", width=6)
+    made.graph.input.append(tensor("word", TensorProto.STRING, (None, 1)))
+    made.graph.initializer.append(onnx.numpy_helper.from_array(np.array([-1, 2]), "rows"))
+    words = np.array([["u"], ["v"]] * 3, object)  # as pandas has them
+    data = {"X": X, "word": words, "labels": np.arange(6) % 3}
+    run = onward.train(made, data, loss="LinearClassifier.scores=ce", epochs=2, run=tmp_path / "run", quiet=True)
+    expected = -np.log(outputs(made, {"X": X, "word": words})[1][range(6), data["labels"]]).mean()
+    losses = [event["loss"] for event in run.read_log() if event["event"] == "epoch"]
+    np.testing.assert_allclose(losses[0], expected, rtol=1e-5)
+    assert losses[1] < losses[0]
+
+
+def test_a_sequence_is_refused_for_a_loss():
+    made = classifier(3, [0, 1, 2], "SOFTMAX", after=[])
+    listed = helper.make_value_info("all", helper.make_tensor_sequence_value_info("", TensorProto.FLOAT, None).type)
+    nodes = [*made.graph.node, make_node("SequenceConstruct", ["probabilities"], ["all"])]
+    with pytest.raises(RecipeError, match="`all` is a sequence") as caught:
+        onward.prepare(model(nodes, [listed]), loss="ce")
+    assert "`probabilities=ce`" in caught.value.hint
+
+
 def test_trees_are_said_not_to_be_trained():
     tree = ml(
         "TreeEnsembleRegressor", ["X"], ["y"], nodes_treeids=[0], nodes_nodeids=[0], nodes_featureids=[0],

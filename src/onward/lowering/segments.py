@@ -57,10 +57,11 @@ def cut_after_text(model: Model) -> tuple[Model, Model] | None:
         return None
     others = {value for value in graph.inputs if value not in texts}
     of_text = set(texts)
-    for node in graph:  # nodes that depend only on text and constants, and return no floats
+    for node in graph:  # nodes that depend only on text and constants: those that read strings, or return no floats
         inputs = set(read_by(node))
         is_discrete = all(value.dtype is not None and not value.dtype.is_floating_point() for value in node.outputs)
-        if inputs & others or not is_discrete:
+        reads_strings = any(value.dtype is ir.DataType.STRING for value in inputs)
+        if inputs & others or not (is_discrete or reads_strings):
             others.update(node.outputs)
         elif inputs & of_text:
             of_text.update(node.outputs)

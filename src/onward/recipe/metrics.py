@@ -15,9 +15,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
+import onnx_ir as ir
 
+from onward.constants import constant_tensor
 from onward.errors import RecipeError
 from onward.model import Model
+from onward.model.core import values
 from onward.recipe.losses import LOSSES
 from onward.recipe.losses.definitions import NO_LABEL
 from onward.recipe.spec import check_options, lookup, parse
@@ -354,7 +357,7 @@ class Labels:
 
 
 def labels_of(training: Model) -> Labels | None:
-    shapes = {value.name: value.shape for value in training.graph.outputs}
+    shapes = {value.name: value.shape for value in values(training.graph)}
     for loss in objectives(training):
         shape = shapes.get(loss.output)
         if not loss.by_number or loss.target is None or shape is None or len(shape) < 2:
@@ -364,6 +367,22 @@ def labels_of(training: Model) -> Labels | None:
             default = NO_LABEL if loss.options.get("label_smoothing") else None
             return Labels(loss.target, count, loss.options.get("ignore_index", default))
     return None
+
+
+_CLASS_NAMES = ("classlabels_strings", "value_strings")
+"""Attributes of `ai.onnx.ml`, and of the Constant that a trainable LinearClassifier looks up."""
+
+
+def class_names(model: Model, count: int) -> tuple[str, ...]:
+    """Return the names that the model gives to its classes, in the order of their numbers; () if it has none."""
+    lists = set()
+    for node in model.graph:
+        lists.update(tuple(a.as_strings()) for name, a in node.attributes.items() if name in _CLASS_NAMES)
+        table = constant_tensor(node.inputs[0]) if node.op_type in ("Gather", "ArrayFeatureExtractor") else None
+        if table is not None and table.dtype is ir.DataType.STRING:
+            lists.add(tuple(name.decode() if isinstance(name, bytes) else str(name) for name in table.numpy().flat))
+    lists = {names for names in lists if len(names) == count}
+    return lists.pop() if len(lists) == 1 else ()
 
 
 @dataclasses.dataclass(frozen=True)

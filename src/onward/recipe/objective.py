@@ -94,6 +94,10 @@ def predictions(model: Model, summands: Sequence[Term]) -> list[ir.Value]:
     if untyped := [value for value in targets if value.type is None or value.shape is None]:
         fill_in_types(model, untyped)
     for value in targets:
+        maps = [node for node, _ in value.uses() if node.op_type == "ZipMap"]
+        if value.shape is None and maps:  # onnx infers no shapes of `ai.onnx.ml`
+            (labels,) = maps[0].attributes.values()
+            value.shape = ir.Shape([None, len(labels.value)])
         correct_shape(model, value)
     return targets
 
@@ -133,7 +137,7 @@ def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir
         if term.output not in by_name:
             hint = suggest(term.output, by_name) or f"the outputs are {', '.join(v.name or '' for v in model.outputs)}"
             raise UnknownNameError(f"no value `{term.output}` for the loss `{term.spec.name}`", hint=hint)
-        return tensor_of(by_name[term.output])
+        return _tensor(by_name[term.output], term)
     floating = [value for value in model.outputs if value.dtype is None or value.dtype.is_floating_point()]
     if not floating:
         ends = [f"`{end.name}={term.spec}`" for end in training_ends(model, model.outputs)]
@@ -143,7 +147,19 @@ def _prediction(model: Model, term: Term, by_name: Mapping[str, ir.Value]) -> ir
         outputs = list_names([value.name or "" for value in floating], 6)
         hint = f"write `{floating[0].name}={term.spec}`, or one loss for each output"
         raise RecipeError(f"the loss `{term.spec.name}` does not name one of several outputs: {outputs}", hint=hint)
-    return tensor_of(floating[0])
+    return _tensor(floating[0], term)
+
+
+def _tensor(value: ir.Value, term: Term) -> ir.Value:
+    """Return the tensor that a loss reads for a value; refuse sequences."""
+    tensor = tensor_of(value)
+    if isinstance(tensor.type, ir.SequenceType | ir.OptionalType):
+        node = tensor.producer()
+        is_list = node is not None and node.op_type == "SequenceConstruct"
+        parts = [part.name for part in node.inputs if part is not None] if node is not None and is_list else []
+        hint = f"name a tensor in it: `{parts[0]}={term.spec}`" if parts else "name a tensor before it"
+        raise RecipeError(f"`{value.name}` is a sequence, which a loss cannot read", hint=hint)
+    return tensor
 
 
 def build(

@@ -17,7 +17,7 @@ from onward.engines.distributed import Portion
 from onward.errors import DataError, UnsupportedError, list_names
 from onward.model import Model
 from onward.options import Last
-from onward.recipe.metrics import OF_LOSS, Labels, Measures, labels_of, objectives
+from onward.recipe.metrics import OF_LOSS, Labels, Measures, class_names, labels_of, objectives
 from onward.recipe.quantize import calibrate, has_ranges, needs_calibration
 from onward.training.config import Config
 from onward.training.data import (
@@ -174,8 +174,11 @@ def _parts(
     bindings = match(data.columns, inputs, config.columns, noise_inputs, class_targets, targets)
 
     if labels is not None:
-        if config.classes:  # such as those of a resumed run
-            data = in_classes(data, bindings[labels.name], tuple(config.classes), "the configuration of the run")
+        classes, origin = tuple(config.classes or ()), "the configuration of the run"  # such as a resumed one
+        if not classes and bindings[labels.name].classes is not None:
+            classes, origin = class_names(training, labels.count), "the model"
+        if classes:
+            data = in_classes(data, bindings[labels.name], classes, origin)
             bindings = match(data.columns, inputs, config.columns)
         check_classes(bindings[labels.name].classes, labels)
     whole = _Source(data, bindings, source=config.data)

@@ -147,7 +147,7 @@ def _check_column(name: str, array: Rows, origin: str) -> None:
 
 
 def _is_text(array: Rows) -> bool:
-    return isinstance(array, np.ndarray) and array.ndim == 1 and all(isinstance(item, str) for item in array)
+    return isinstance(array, np.ndarray) and array.ndim > 0 and all(isinstance(item, str) for item in array.flat)
 
 
 def check_not_empty(length: int, origin: str) -> None:

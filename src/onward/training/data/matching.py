@@ -106,7 +106,7 @@ def _converts(column: Column, expected: np.dtype, is_named: bool) -> bool:
     """
     source_dtype = column.dtype
     if expected.kind == "O":
-        return _is_text(column)
+        return source_dtype.kind in "UO" or column.classes is not None
     if column.classes is not None:
         return expected.kind in "iu" or (is_named and is_float(expected) and len(column.classes) == 2)
     if source_dtype.kind in "USO":
