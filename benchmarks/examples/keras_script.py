@@ -120,7 +120,8 @@ def replace_plots() -> None:
     keras.utils.plot_model = lambda *_, **__: None
 
 
-def first_batch(x: Any, y: Any, size: int | None) -> tuple[Any, Any]:
+def first_batch(model: Any, x: Any, y: Any, size: int | None) -> tuple[Any, Any]:
+    """Return a small batch, or one of the script's size if the model takes no other."""
     if hasattr(x, "element_spec"):
         x = next(iter(x))
     elif isinstance(x, keras.utils.PyDataset):
@@ -130,24 +131,30 @@ def first_batch(x: Any, y: Any, size: int | None) -> tuple[Any, Any]:
     if y is None and isinstance(x, tuple):
         x, y = (*x, None)[:2]
 
-    def rows(leaf: Any) -> Any:
+    def rows(leaf: Any, count: int) -> Any:
         if leaf is None:
             return None
         array = np.asarray(leaf)
         array = array.astype(np.float32) if array.dtype == np.float64 else array
-        return array[: min(ROWS, size or ROWS)]
+        return array[:count]
 
-    return keras.tree.map_structure(rows, x), None if y is None else keras.tree.map_structure(rows, y)
+    count = min(ROWS, size or ROWS)
+    try:
+        if size and type(model).call is not keras.Model.call:
+            model(keras.tree.map_structure(lambda leaf: keras.ops.convert_to_tensor(rows(leaf, count)), x))
+    except Exception:  # of the framework
+        count = size or ROWS
+    return tuple(None if z is None else keras.tree.map_structure(lambda leaf: rows(leaf, count), z) for z in (x, y))
 
 
 def intercept() -> tuple[Any, Any]:
     """Let the first `fit` end the script; return what it replaces."""
 
     def fit(self: Any, x: Any = None, y: Any = None, batch_size: int | None = None, *_: Any, **__: Any) -> NoReturn:
-        raise Reached(self, *first_batch(x, y, batch_size))
+        raise Reached(self, *first_batch(self, x, y, batch_size))
 
     def step(self: Any, x: Any = None, y: Any = None, *_: Any, **__: Any) -> NoReturn:
-        raise Reached(self, *first_batch(x, y, None))
+        raise Reached(self, *first_batch(self, x, y, None))
 
     originals = keras.Model.fit, keras.Model.train_on_batch
     keras.Model.fit, keras.Model.train_on_batch = fit, step

@@ -99,6 +99,8 @@ def _hand_over_large_tensors(model: Model, options: Any) -> list[Any]:
     for name, value in model.graph.initializers.items():
         if (tensor := value.const_value) is None or not _is_large(tensor):
             continue
+        if not value.uses() and not value.is_graph_output():  # ONNX Runtime drops these, and then misses them
+            continue
         array, element_type, shape = contiguous(tensor.numpy()), tensor.dtype.value, ir.Shape(tensor.shape.numpy())
         handed[name] = ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, element_type)
         value.const_value = ir.ExternalTensor("memory", 0, tensor.nbytes, tensor.dtype, shape=shape, name=name)

@@ -85,7 +85,8 @@ Config = Mapping[str, Any]
 class ScheduleRow(NamedTuple):
     """Schedule class of Keras."""
 
-    read: Callable[[Config], Rate]
+    read: Callable[[Config], Rate | None]
+    """None if a recipe has no such schedule."""
     write: Mapping[str, Callable[[float, Config], Config | None]]
     """Schedules of a recipe -> settings for a rate and options; None if the rates differ."""
 
@@ -118,9 +119,9 @@ def _write_piecewise(lr: float, n: Config) -> Config:
     return {"boundaries": [int(m) - 1 for m in n["milestones"]], "values": values}
 
 
-def _read_polynomial(config: Config) -> Rate:
+def _read_polynomial(config: Config) -> Rate | None:
     if config["cycle"]:
-        raise Refused("schedule PolynomialDecay with `cycle` has no counterpart")
+        return None
     options = {"steps": config["decay_steps"], "power": config["power"], "end": config["end_learning_rate"]}
     return Rate(config["initial_learning_rate"], [Spec("polynomial", options)])
 
@@ -150,9 +151,9 @@ def _write_cosine(lr: float, n: Config) -> Config | None:
     return {"initial_learning_rate": start, "decay_steps": n["steps"] - warmup, "alpha": alpha, **rising}
 
 
-def _read_restarts(config: Config) -> Rate:
+def _read_restarts(config: Config) -> Rate | None:
     if config["m_mul"] != 1.0 or config["t_mul"] < 1:
-        raise Refused("schedule CosineDecayRestarts with another `m_mul` than 1 has no counterpart")
+        return None
     lr = config["initial_learning_rate"]
     options = {"period": config["first_decay_steps"], "mult": config["t_mul"], "min": config["alpha"] * lr}
     return Rate(lr, [Spec("cosine_restarts", options)])

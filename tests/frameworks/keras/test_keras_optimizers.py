@@ -79,17 +79,25 @@ def test_schedules(name):
     goes_on(mlp(optimizers.SGD(SCHEDULES[name](), momentum=0.9)), before=5, steps=10, probe=False)
 
 
+class WarmUp(schedules.LearningRateSchedule):
+    """A schedule without `get_config`."""
+
+    def __call__(self, step):
+        step = keras.ops.cast(step, "float32")
+        return 0.1 * keras.ops.where(step < 7, step / 7, keras.ops.cos((step - 7) / 10))
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
         lambda: schedules.InverseTimeDecay(0.1, 5, 0.5),
         lambda: schedules.PolynomialDecay(0.1, 5, cycle=True),
         lambda: schedules.CosineDecayRestarts(0.1, 5, m_mul=0.5),
+        WarmUp,
     ],
 )
-def test_schedules_without_a_counterpart_are_refused(schedule):
-    with pytest.raises(UnsupportedError, match="schedule"):
-        from_keras(mlp(optimizers.SGD(schedule())).model)
+def test_other_schedules_are_traced_with_the_optimizer(schedule):
+    goes_on(mlp(optimizers.AdamW(schedule(), clipnorm=0.5)), before=5, steps=10)
 
 
 LOSSES = {

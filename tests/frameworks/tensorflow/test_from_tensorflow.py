@@ -496,10 +496,15 @@ def test_a_function_with_a_signature():
     assert losses(model, [fed(model, batch)])[0] == losses(concrete, [fed(concrete, batch)])[0] == [16.0]
 
 
-def test_dropout_is_dropout():
+@pytest.mark.parametrize("stateless", [False, True])
+def test_dropout_is_dropout(stateless):
     t, weight = tf(), tf().Variable(np.ones((64, 10), "f"), name="weight")
+    seed = t.Variable([1, 2], trainable=False)
+    drop = (
+        (lambda x: t.nn.experimental.stateless_dropout(x, 0.25, seed)) if stateless else lambda x: t.nn.dropout(x, 0.25)
+    )
     model = onward.from_tensorflow(
-        lambda image: t.nn.dropout(image, 0.25) @ weight, FLAT[0]["image"], loss="cross_entropy", optimizer="sgd"
+        lambda image: drop(image) @ weight, FLAT[0]["image"], loss="cross_entropy", optimizer="sgd"
     )
     dropout = next(node for node in model.graph if node.op_type == "Dropout")
     assert dropout.inputs[1].producer().attributes["value"].as_tensor().numpy() == 0.25

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import keras
 import numpy as np
@@ -12,7 +13,7 @@ from onward.agreement.steps import Trial, compare_updates, update_by
 from onward.agreement.tolerance import Arrays
 from onward.build import Names
 from onward.errors import Error, UnsupportedError, first_line
-from onward.frameworks.keras.schedule import make_schedule
+from onward.frameworks.keras.schedule import known_schedule, make_schedule
 from onward.frameworks.keras.step_graphs import has_replicas
 from onward.model import Model
 from onward.recipe.optimizers import FunctionOptimizer, configure
@@ -28,13 +29,22 @@ def array_of(variable: Any) -> np.ndarray:
     return np.array(keras.ops.convert_to_numpy(variable.value))
 
 
+def config_of(optimizer: Any) -> dict[str, Any]:
+    """Return the settings of an optimizer, with its schedule itself: one of the user may have no settings."""
+    rate = optimizer._learning_rate
+    if hasattr(rate, "numpy"):
+        return dict(optimizer.get_config())
+    with mock.patch.object(optimizer, "_learning_rate", 0.0):
+        return {**optimizer.get_config(), "learning_rate": rate}
+
+
 def new_optimizer(optimizer: Any, variables: Iterable[tuple[Any, Any]], **changed: Any) -> Any:
     """Return a new optimizer with the same settings, except for `changed`.
 
     `variables` are pairs: a variable of the optimizer, and the one that replaces it. Weight decay
     spares the same variables.
     """
-    new = type(optimizer).from_config({**optimizer.get_config(), **changed})
+    new = type(optimizer).from_config({**config_of(optimizer), **changed})
     if spared := [theirs for ours, theirs in variables if not optimizer._use_weight_decay(ours)]:
         new.exclude_from_weight_decay(var_list=spared)
     return new
@@ -52,11 +62,11 @@ def copy_optimizer(optimizer: Any, variables: Sequence[tuple[Any, Any]]) -> Any:
 
 
 def row_of(optimizer: Any) -> KerasRow | None:
-    """Return the row of an optimizer; None for a custom class, whose update is traced."""
+    """Return the row of an optimizer; None for a custom class or schedule, with which the update is traced."""
     if hasattr(optimizer, "inner_optimizer") or hasattr(optimizer, "optimizers"):
         raise Refused(f"optimizer {type(optimizer).__name__} wraps another one")
     is_own = type(optimizer).__module__.startswith("keras.")
-    return KERAS_ROWS.get(type(optimizer).__name__) if is_own else None
+    return KERAS_ROWS.get(type(optimizer).__name__) if is_own and known_schedule(optimizer) is not None else None
 
 
 def read_optimizer(optimizer: Any, lr: float) -> Spec:
@@ -263,12 +273,15 @@ class _TracedOptimizer:
     """Copy of an optimizer, with copies of the variables, that is traced."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], lr: float):
-        settings = {name: off for name, off in _RECIPE_SETTINGS.items() if name in optimizer.get_config()}
+        settings = {name: off for name, off in _RECIPE_SETTINGS.items() if name in config_of(optimizer)}
         self._variables = [
             keras.Variable(array_of(v), dtype=v.dtype, name=f"variable{i}") for i, v in enumerate(variables)
         ]
         pairs = zip(variables, self._variables, strict=True)
         self._optimizer = new_optimizer(optimizer, pairs, learning_rate=lr, **settings)
+        if known_schedule(optimizer) is None:
+            schedule, new = optimizer._learning_rate, self._optimizer
+            new._get_current_learning_rate = lambda: new._learning_rate * schedule(new.iterations)
         self._owners: dict[int, tuple[int, str]] = {}
         self._watch()
         self._optimizer.build(self._variables)

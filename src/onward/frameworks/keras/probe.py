@@ -18,7 +18,7 @@ from onward.agreement.tolerance import Arrays
 from onward.frameworks.keras.layer_graph import LayerGraph, functional_of
 from onward.frameworks.keras.loss import Summand, by_output
 from onward.frameworks.keras.optimizer import array_of, copy_optimizer
-from onward.frameworks.keras.traced import as_tensors, has_own_step
+from onward.frameworks.keras.traced import as_tensors, drawing, has_own_step
 from onward.run_state.state import RunState
 from onward.run_state.training_models import to_training_model
 
@@ -136,27 +136,10 @@ def _losses_in(losses: list[Any]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def nothing_drawn() -> Iterator[None]:
+def nothing_drawn() -> contextlib.AbstractContextManager[None]:
     """Replace random numbers of Keras by their mean, and let dropout drop nothing."""
-    draws = keras.src.backend.random
-    floatx = keras.config.floatx
-    replacements = {
-        "dropout": lambda inputs, rate, noise_shape=None, seed=None: inputs,
-        "uniform": lambda shape, minval=0.0, maxval=1.0, dtype=None, seed=None: keras.ops.full(
-            shape, (minval + maxval) / 2, dtype or floatx()
-        ),
-        "normal": lambda shape, mean=0.0, stddev=1.0, dtype=None, seed=None: keras.ops.full(
-            shape, mean, dtype or floatx()
-        ),
-        "randint": lambda shape, minval, maxval, dtype="int32", seed=None: keras.ops.full(
-            shape, minval + (maxval - minval) // 2, dtype
-        ),
-    }
-    with contextlib.ExitStack() as stack:
-        for name, replacement in replacements.items():
-            stack.enter_context(mock.patch.object(draws, name, replacement))
-        yield
+    means = {"RandomUniformLike": 0.5, "RandomNormalLike": 0.0, "Dropout": 1.0}
+    return drawing(lambda _, operator, shape, dtype, *__: keras.ops.full(shape, means[operator], dtype))
 
 
 def _watch_gradients(optimizer: Any) -> list[np.ndarray]:

@@ -118,14 +118,15 @@ class Tracer:
             raise Refused(f"cannot be traced: {first_line(error)}") from error
 
     def _from_jax(self, op: Builder, call: TracedCall | TracedStep, training: bool) -> list[LayerTensor]:
-        """Return the results of a call without state or random numbers."""
-        from onward.frameworks.jax.jaxpr import export
+        """Return the results of a call without state. Random numbers are inputs of what is traced."""
+        import jax
+
+        from onward.frameworks.jax.jaxpr import export, with_free_size
 
         layer = call.operation
         is_layer = isinstance(layer, keras.layers.Layer)
         variables = [*layer.trainable_variables, *layer.non_trainable_variables] if is_layer else []
-        if is_layer and any(inner._seed_generators for inner in layer._flatten_layers()):
-            raise Refused("draws random numbers, which is traced on TensorFlow")
+        variables = [v for v in variables if "seed_generator" not in v.path]
         if any(None in x.shape[1:] for x in call.tensors):
             raise Refused("has inputs of several dynamic sizes, which is not traced on JAX, but on TensorFlow")
         # Each axis that is as long as the batch becomes dynamic, so the batch has a size that no variable has.
@@ -133,18 +134,32 @@ class Tracer:
         samples = next(size for size in itertools.count(5) if size not in sizes)
         shapes: list[tuple[Any, Any]] = [((samples, *x.shape[1:]), x.dtype) for x in call.tensors]
         shapes += [(tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for v in variables]
+        draws: list[tuple[Any, ...]] = []
 
         def function(_: Any, *arrays: Any) -> list[Any]:
-            count = len(call.tensors)
-            pairs = list(zip(variables, arrays[count:], strict=True))
-            with keras.StatelessScope(state_mapping=pairs, collect_losses=True) as scope:
+            count, drawn = len(call.tensors), iter(arrays[len(shapes) :])
+
+            def draw(seed: Any, operator: str, shape: Any, dtype: Any, *settings: Any) -> Any:
+                if not isinstance(seed, keras.random.SeedGenerator | None):
+                    raise Refused("draws random numbers with a seed of its own: every step would get the same")
+                if len(arrays) > len(shapes):
+                    return next(drawn)
+                draws.append((operator, shape, dtype, *settings))
+                return jax.numpy.zeros(shape, dtype)
+
+            pairs = list(zip(variables, arrays[count : len(shapes)], strict=True))
+            with keras.StatelessScope(state_mapping=pairs, collect_losses=True) as scope, drawing(draw):
                 results = call(arrays[:count], training)
             if scope.losses or any(scope.get_current_value(v) is not value for v, value in pairs):
                 raise Refused("changes its state or adds to the loss, which is traced on TensorFlow")
             return results
 
-        graph = export(function, {}, *(np.zeros(shape, dtype) for shape, dtype in shapes))
+        examples = with_free_size([jax.ShapeDtypeStruct(*x) for x in shapes], "batch")
+        if is_layer and any(inner._seed_generators for inner in layer._flatten_layers()):
+            jax.eval_shape(function, {}, *examples)
+        graph = export(function, {}, *examples, *(jax.ShapeDtypeStruct(*d[1:3]) for d in draws), batch=None)
         sources = [*(x.plain for x in call.tensors), *map(self._weight, variables)]
+        sources += [_drawn(op, call.tensors[0].plain, *d) for d in draws]
         results = _place_graph(op, graph, sources, getattr(layer, "name", "call"))
         ranks = [[size if isinstance(size, int) else None for size in x.value.shape or ()] for x in results]
         return [LayerTensor(shape, plain=x) for x, shape in zip(results, ranks, strict=True)]
@@ -190,6 +205,42 @@ class Tracer:
             tensors.append(x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=op(unwrapped(x).value)))
             tensors[-1].shape = tuple(shape)  # without names of sizes
         return tensors
+
+
+def _drawn(op: Builder, x: Expr, operator: str, shape: Sequence[Any], dtype: Any, *settings: Any) -> Expr:
+    """Draw numbers, as many as `shape` says, in which a symbol is the number of rows of `x`."""
+    if any(not isinstance(n, int) and (axis or str(n) != "batch") for axis, n in enumerate(shape)):
+        raise Refused("draws as many random numbers as a formula of the batch size says")
+    rows = [op.Shape(x, start=0, end=1)] if shape and not isinstance(shape[0], int) else []
+    fixed = op.constant(np.array(shape[len(rows) :], np.int64))
+    number = op.constant(np.array(operator == "Dropout", dtype))
+    return op.node("", operator, op.Expand(number, op.Concat(*rows, fixed, axis=0) if rows else fixed), *settings)
+
+
+@contextlib.contextmanager
+def drawing(draw: Callable[..., Any]) -> Iterator[None]:
+    """Replace random numbers of Keras by `draw(seed, operator, shape, dtype, *inputs)`: operators on zeros, or ones."""
+    floatx = keras.config.floatx
+
+    def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
+        shape = [m if n is None else n for m, n in zip(inputs.shape, noise_shape or inputs.shape, strict=True)]
+        return inputs * draw(seed, "Dropout", shape, inputs.dtype, np.float32(rate)) if rate else inputs
+
+    def uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
+        return minval + draw(seed, "RandomUniformLike", shape, dtype or floatx()) * (maxval - minval)
+
+    def normal(shape: Any, mean: Any = 0.0, stddev: Any = 1.0, dtype: Any = None, seed: Any = None) -> Any:
+        return mean + draw(seed, "RandomNormalLike", shape, dtype or floatx()) * stddev
+
+    def randint(shape: Any, minval: Any, maxval: Any, dtype: Any = "int32", seed: Any = None) -> Any:
+        return minval + keras.ops.cast(
+            keras.ops.floor(draw(seed, "RandomUniformLike", shape, floatx()) * (maxval - minval)), dtype
+        )
+
+    with contextlib.ExitStack() as stack:
+        for replacement in (dropout, uniform, normal, randint):
+            stack.enter_context(mock.patch.object(keras.src.backend.random, replacement.__name__, replacement))
+        yield
 
 
 def _other(op: Builder, function: Any, handle: Any) -> ir.Value:

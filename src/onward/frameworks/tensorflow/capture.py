@@ -217,7 +217,11 @@ def export_function(function: Callable[..., Any], examples: Sequence[np.ndarray]
     specs = [tf.TensorSpec(example.shape, example.dtype) for example in examples]
     concrete = tf.function(function, autograph=False).get_concrete_function(*specs)
     named = [(variable, f"variable{i}") for i, variable in enumerate(_variables(concrete))]
-    return _finish(*_write_graph(concrete, named))
+    model = _finish(*_write_graph(concrete, named))
+    for name, value in list(model.graph.initializers.items()):
+        if not value.uses():  # a variable that is assigned before it is read
+            del model.graph.initializers[name]
+    return model
 
 
 def _finish(op: Builder, translator: Translator) -> Model:

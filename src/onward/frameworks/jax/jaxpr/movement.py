@@ -58,7 +58,7 @@ primitives(
     ),
     squeeze=lambda op, x, *, dimensions: op.Squeeze(x, list(dimensions)) if dimensions else x,
     concatenate=lambda op, *xs, dimension: op.Concat(*xs, axis=dimension),
-    tile=lambda op, x, *, reps: op.Tile(x, list(reps)),
+    tile=lambda op, x, *, reps: op.Tile(x, op.shape(reps)),
     split=lambda op, x, *, sizes, axis: op.Split(x, op.shape(sizes), axis=axis, outputs=len(sizes)),
     stack=lambda op, *xs, axis: stack(op, xs, axis),
     unstack=lambda op, x, *, axis, outs: unstack(op, x, len(outs), axis),

@@ -195,11 +195,17 @@ def select(op, condition, x, y, *, node):
 def _dropout(node):
     """Return the tensor and the rate of a dropout; None for another selection."""
     condition, scaled, otherwise = (x.op for x in node.operation.inputs)
-    if condition.type != "GreaterEqual" or condition.inputs[0].op.type not in UNIFORM or scaled.type != "Mul":
+    if condition.type != "GreaterEqual" or scaled.type != "Mul":
+        return None
+    drawn = condition.inputs[0].op
+    for operation, neutral in (("AddV2", 0), ("Mul", 1)):  # stateless numbers are scaled to the range from 0 to 1
+        if drawn.type == operation and node.constant(drawn.inputs[1]) == neutral:
+            drawn = drawn.inputs[0].op
+    if drawn.type not in UNIFORM:
         return None
     rate, scale = node.constant(condition.inputs[1]), node.constant(scaled.inputs[1])
     nothing = node.constant(otherwise.outputs[0])
     if rate is None or scale is None or nothing is None or nothing.any() or abs(scale * (1 - rate) - 1) > 1e-5:
         return None
-    _refuse_fixed_seed(condition.inputs[0].op)
+    _refuse_fixed_seed(drawn)
     return scaled.inputs[0], rate.astype("f4")
