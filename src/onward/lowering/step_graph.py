@@ -11,7 +11,7 @@ from onward.errors import InvalidModelError
 from onward.model import Step
 from onward.model.core import is_gradient, string, strings, values
 from onward.model.state import State
-from onward.model.walk import ancestors, descendants
+from onward.model.walk import ancestors, descendants, source_of
 from onward.transform.context import Context
 
 _HINT = "`onward check MODEL` lists all faults"
@@ -117,7 +117,7 @@ class StepGraph:
 
         def is_forward(new: str, state: str | None = None) -> bool:
             value, old = self.value(new), self.state.get(state or "")
-            used = old in needed and old not in parameters
+            used = (old in needed and old not in parameters) or (state is not None and source_of(value) in needed)
             return value not in derived and (value in from_batch or used)
 
         bindings = {state: new for state, new in self.bindings.items() if is_forward(new, state)}

@@ -72,14 +72,24 @@ def with_option(loss: Any, name: str, option: str, value: Any) -> Any:
     """Return a loss as a recipe has it, with an option of all its losses `name`."""
     changed = []
     for term in terms(loss):
-        spec: Any = term.custom
-        if term.custom is None:
-            is_named = term.spec.name in LOSSES and LOSSES[term.spec.name].name == name
-            factors = {"scale": term.scale, **({} if term.constant is None else {"constant": term.constant})}
-            added = ({option: value} if is_named else {}) | (factors if term.spec.name != _EXISTING else {})
-            spec = {"name": term.spec.name, **term.spec.options, **added}
-        changed.append(spec if term.output is None else {term.output: spec})
+        is_named = term.spec.name in LOSSES and LOSSES[term.spec.name].name == name
+        spec = Spec(term.spec.name, {**term.spec.options, **({option: value} if is_named else {})})
+        changed.append(_written(dataclasses.replace(term, spec=spec)))
     return changed[0] if len(changed) == 1 else changed
+
+
+def with_output(loss: Any, output: str) -> Any:
+    """Return a loss as a recipe has it, with an output for terms that name none."""
+    return [_written(dataclasses.replace(term, output=term.output or output)) for term in terms(loss)]
+
+
+def _written(term: Term) -> Any:
+    """Return a term as a recipe has it."""
+    spec: Any = term.custom
+    if term.custom is None:
+        factors = {"scale": term.scale, **({} if term.constant is None else {"constant": term.constant})}
+        spec = {"name": term.spec.name, **term.spec.options, **(factors if term.spec.name != _EXISTING else {})}
+    return spec if term.output is None else {term.output: spec}
 
 
 def _number(spec: Spec, option: str) -> float | None:

@@ -19,7 +19,7 @@ from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, SLOT_KEY, STEP, states, with_tags
 from onward.model.walk import source_of
 from onward.recipe import prepare
-from onward.recipe.objective import terms
+from onward.recipe.objective import terms, with_output
 from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.spec import Spec
@@ -39,9 +39,10 @@ def to_training_model(run: RunState) -> Model:
         raise nothing_learns()
     first = run.groups[0].optimizer
     assert first is not None
+    floating = [value.name or "" for value in run.model.outputs if value.dtype and value.dtype.is_floating_point()]
     model = prepare(
         _with_outputs(run.model, run.updates.values()),
-        loss=run.loss,
+        loss=with_output(run.loss, floating[0]) if run.updates and len(floating) == 1 else run.loss,
         optimizer=first,
         groups=[
             {"match": [glob.escape(name) for name in group.parameters], "optimizer": group.optimizer}

@@ -22,7 +22,12 @@ from torch.utils import _pytree as pytree
 from onward.errors import InvalidModelError, UnsupportedError, first_line
 from onward.frameworks.torch.arguments import hollow_copy, hollow_out, tensors_of
 from onward.frameworks.torch.exporter import quiet
-from onward.frameworks.torch.module_capture import captured_in_place, check_copyable, unwrap_module
+from onward.frameworks.torch.module_capture import (
+    captured_in_place,
+    check_copyable,
+    refuse_updates,
+    unwrap_module,
+)
 from onward.frameworks.torch.probe import probe_module
 from onward.model import Model
 
@@ -329,7 +334,8 @@ def _architecture(
     module: nn.Module, inputs: Any, axes: Mapping[str, Any] | None, orders: Mapping[str, Order]
 ) -> Architecture:
     orders = {**orders, "the module": (tuple(name for name, _ in module.named_parameters()),)}
-    model = captured_in_place(module, inputs, axes)
+    model, updates = captured_in_place(module, inputs, axes)
+    refuse_updates(updates)
     names: dict[int, list[str]] = {}
     for name, tensor in tensors_of(module):
         names.setdefault(id(tensor), []).append(name)

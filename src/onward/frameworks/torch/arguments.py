@@ -42,6 +42,8 @@ class Flat(nn.Module):  # type: ignore[misc]
         arguments = _bind(module, example_inputs)
         leaves, self._structure = pytree.tree_flatten_with_path((arguments.args, arguments.kwargs))
         names, own_tensors = _argument_names(arguments), dict(tensors_of(module))
+        self.updated: Sequence[str] = ()
+        """Buffers of the module to return as well, as `NAME/next`."""
         self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves]
         self._positions = [index for index, (_, leaf) in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.inputs: dict[str, torch.Tensor] = {}
@@ -61,6 +63,7 @@ class Flat(nn.Module):  # type: ignore[misc]
 
     def forward(self, *tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         outputs = named_tensors(self.result(*tensors))
+        outputs |= {f"{name}/next": self.module.get_buffer(name).clone() for name in self.updated}
         first = {id(x): name for name, x in reversed(outputs.items())}  # the exporter would merge equal outputs
         return {name: x if first[id(x)] == name else x.clone() for name, x in outputs.items()}
 

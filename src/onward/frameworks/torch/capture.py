@@ -25,7 +25,7 @@ from onward.frameworks.torch.module_capture import (
     GROUP,
     STEP,
     batch_counters,
-    capture_module,
+    captured_in_place,
     check_copyable,
     into_training,
     unwrap_module,
@@ -129,8 +129,10 @@ def _read(
 ) -> RunState:
     parts, schedule = ErrorCollector(), None
     with parts.collect():
-        is_ours = isinstance(native.module, OnnxModule)
-        model = native.module.to_model() if is_ours else capture_module(native.module, example_inputs, dynamic_shapes)
+        if isinstance(native.module, OnnxModule):
+            model, changed = native.module.to_model(), dict(native.module._graph.updates)
+        else:
+            model, changed = captured_in_place(copy.deepcopy(native.module), example_inputs, dynamic_shapes)
 
     def trace(summand: Summand) -> Any:
         is_fixed = dynamic_shapes is not None
@@ -168,6 +170,7 @@ def _read(
         step=step,
         schedule=schedule.specs if schedule else (),
         clip=native.clip,
+        updates=changed,
         statistics=native.module.statistics if isinstance(native.module, OnnxModule) else "sample",
         recipe={"master_weights": any(key.endswith("/master") for key in state)} if is_half else {},
     )

@@ -159,6 +159,8 @@ class Traceable(TorchFunctionMode):  # type: ignore[misc]
             _refuse_weight()
         if function is F.ctc_loss:
             return self._ctc(*args, **(kwargs or {}))
+        if function is F.instance_norm:
+            return _instance_norm(*args, **(kwargs or {}))
         if self._read is not None and function in _READS and (value := self._read()) is not None:
             return value
         result = function(*args, **(kwargs or {}))
@@ -196,6 +198,26 @@ class Traceable(TorchFunctionMode):  # type: ignore[misc]
             return labels.gather(1, torch.argsort(torch.where(mask, 0, 1), dim=1, stable=True))
         positions = (counts.cumsum(0) - counts).unsqueeze(1) + torch.arange(targets.shape[0])
         return targets[positions.clamp(max=targets.shape[0] - 1)]
+
+
+def _instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Normalize each sample, with the updates of running statistics that the exporter drops."""
+    if running_mean is not None and running_var is not None:
+        if not use_input_stats:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        moments = torch.var_mean(input.detach(), tuple(range(2, input.ndim)))
+        for running, own in zip((running_var, running_mean), moments, strict=True):
+            running.mul_(1 - momentum).add_(own.mean(0), alpha=momentum)
+    return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
 
 
 @contextlib.contextmanager

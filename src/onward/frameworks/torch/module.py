@@ -363,8 +363,8 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     @property
     def output_names(self) -> list[str]:
-        """Return the names of all outputs, also of a single one."""
-        return self._graph.outputs
+        """Return the names of all results, also of a single one."""
+        return [name for name in self._graph.outputs if name not in self._graph.hidden]
 
     def named(self, inputs: Any) -> dict[str, Any]:
         """Return inputs by name, from a mapping, a tensor or a sequence."""

@@ -6,20 +6,24 @@ parameters, and layers that training switches.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import onnx_ir as ir
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from onward.engines.torch.types import CODES, FLOAT8, to_array
 from onward.frameworks.torch.arguments import Flat, is_hollow, tensors_of
 from onward.frameworks.torch.exporter import export, free_names
+from onward.frameworks.torch.translations import IN_MODE
 from onward.model import Model
 from onward.run_state.problems import Problems
 
@@ -57,18 +61,32 @@ def capture_module(module: nn.Module, example_inputs: Any, dynamic_shapes: Mappi
     The module is not changed. Layers in `eval()` inside of a module in training stay in inference
     mode: a normalization keeps its statistics. A module in `eval()` is captured as in `train()`.
     """
-    return captured_in_place(copy.deepcopy(module), example_inputs, dynamic_shapes)
+    model, updates = captured_in_place(copy.deepcopy(module), example_inputs, dynamic_shapes)
+    refuse_updates(updates)
+    return model
 
 
-def captured_in_place(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
-    """Capture a module without copying it, and leave it in training mode."""
+def captured_in_place(
+    module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None
+) -> tuple[Model, dict[str, str]]:
+    """Capture a module without copying it, and leave it in training mode.
+
+    Returns: the model, and the buffers that the forward pass itself changes -> names of their new
+    values
+    """
     into_training(module)
     _check(module)
-    model, changed = export(Flat(module, example_inputs), dynamic_shapes)
+    flat = Flat(module, example_inputs)
+    model, changed = export(flat, dynamic_shapes)
+    flat.updated = _own_buffers(module, changed)
+    if flat.updated:
+        with _in_both_modes(_switched_layers(flat)):
+            model, _ = export(flat, dynamic_shapes)
+        del model.graph.outputs[-len(flat.updated) :]
     _restore(model, module)
     _switch(model, module)
-    _check_graph(model, module, changed)
-    return model
+    _check_graph(model)
+    return model, {name: f"{name}/next" for name in flat.updated}
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
@@ -178,6 +196,57 @@ def _normalizations(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
             yield f"{name}." if name else "", layer
 
 
+# ---- buffers that a forward pass changes ------------------------------------------------------------------------------
+
+
+def _own_buffers(module: nn.Module, changed: Iterable[str]) -> list[str]:
+    """Return the changed buffers that are not statistics of a BatchNormalization."""
+    suffixes = ("running_mean", "running_var", COUNTER)
+    expected = {f"{prefix}{suffix}" for prefix, _ in _normalizations(module) for suffix in suffixes}
+    return [name for name in (name.removeprefix(_PREFIX) for name in changed) if name not in expected]
+
+
+def _switched_layers(flat: Flat) -> list[nn.Module]:
+    """Return the layers that update their buffers in training only, as a spectral norm."""
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in flat.updated)
+    leaves = [name for name in owners if not any(flat.module.get_submodule(name).children())]
+    if not leaves:
+        return []
+    other = copy.deepcopy(flat)
+    layers = {name: other.module.get_submodule(name) for name in leaves}
+    before = {name: [buffer.clone() for buffer in layer.buffers()] for name, layer in layers.items()}
+    for layer in layers.values():
+        layer.training = False
+    with torch.no_grad(), torch.random.fork_rng():
+        other(*other.inputs.values())
+    return [
+        flat.module.get_submodule(name)
+        for name, layer in layers.items()
+        if all(map(torch.equal, before[name], layer.buffers()))
+    ]
+
+
+@contextlib.contextmanager
+def _in_both_modes(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Let layers compute what they do in inference and in training, of which a step takes the latter."""
+
+    def both(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            layer.training = False
+            inference = forward(*args, **kwargs)
+            layer.training = True
+            return pytree.tree_map(
+                lambda x, y: IN_MODE(x, y) if isinstance(y, torch.Tensor) else y, inference, forward(*args, **kwargs)
+            )
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(patch.object(layer, "forward", both(layer, layer.forward)))
+        yield
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -212,17 +281,20 @@ def _check_layer(name: str, layer: nn.Module, problems: Problems) -> None:
         problems.add(f"`{name}` is {description}", "pass the original module, whose weights can be trained")
 
 
-def _check_graph(model: Model, module: nn.Module, changed: Iterable[str]) -> None:
+def refuse_updates(updates: Iterable[str]) -> None:
+    """Refuse buffers that the forward pass changes, where no run can hold their new values."""
     problems = Problems("the module")
-    suffixes = ("running_mean", "running_var", COUNTER)
-    expected = {f"{prefix}{suffix}" for prefix, _ in _normalizations(module) for suffix in suffixes}
-    for name in (name.removeprefix(_PREFIX) for name in changed):
-        if name not in expected:
-            owner = ".".join(["module", *name.split(".")[:-1]])
-            problems.add(
-                f"its forward pass changes the buffer `{name}`",
-                f"return it, and keep it in the loop; or let the layer keep it: `{owner}.eval()`",
-            )
+    for name in updates:
+        owner = ".".join(["module", *name.split(".")[:-1]])
+        problems.add(
+            f"its forward pass changes the buffer `{name}`",
+            f"return it, and keep it in the loop; or let the layer keep it: `{owner}.eval()`",
+        )
+    problems.refuse()
+
+
+def _check_graph(model: Model) -> None:
+    problems = Problems("the module")
     if any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
         problems.add(
             "it draws random numbers other than for dropout",

@@ -22,7 +22,7 @@ from onward.build import DOMAIN, DOMAIN_VERSION, Function
 from onward.frameworks.torch import sequences
 from onward.model import Model
 from onward.recipe.losses import functions as losses
-from onward.recipe.step_builder import stop_gradient
+from onward.recipe.step_builder import in_training, stop_gradient
 
 _SUM, _MEAN, _MAX = range(3)
 """Modes of EmbeddingBag."""
@@ -30,6 +30,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 """Reductions of losses, by their number in ATen."""
 _FUNCTIONS = (
     stop_gradient,
+    in_training,
     losses.SmoothedCrossEntropy,
     losses.CrossEntropyWithProbabilities,
     losses.SmoothLabels,
@@ -57,6 +58,7 @@ def _operator(function: Function, **attributes: onnx.defs.OpSchema.AttrType) -> 
 
 
 _stop = _operator(stop_gradient)
+_in_training = _operator(in_training)
 _smoothed_cross_entropy = _operator(losses.SmoothedCrossEntropy, ignore_index=onnx.defs.OpSchema.AttrType.INT)
 _cross_entropy_with_probabilities = _operator(losses.CrossEntropyWithProbabilities)
 _smooth_labels = _operator(losses.SmoothLabels)
@@ -66,6 +68,15 @@ _ctc_of_rows = _operator(losses.ConnectionistTemporalClassification, blank=onnx.
 
 def _stop_gradient(x: Any) -> Any:
     return _stop(x) if x.dtype.is_floating_point() else op.Identity(x)
+
+
+def _in_mode(inference: torch.Tensor, training: torch.Tensor) -> torch.Tensor:
+    """Return what a layer computes in inference, or in training."""
+    return training.clone()
+
+
+IN_MODE = torch.library.custom_op("onward::in_mode", _in_mode, mutates_args=())
+IN_MODE.register_fake(lambda inference, training: torch.empty_like(training))
 
 
 def define_functions(model: Model) -> None:
@@ -514,6 +525,7 @@ TRANSLATIONS: dict[Any, Callable[..., Any]] = {
     ops.aten.sort.stable: _sort,
     ops.aten.split.Tensor: _split,
     ops.onward.ctc_of_sequences.default: _ctc,
+    ops.onward.in_mode.default: _in_training,
     ops.aten.embedding.default: _embedding,
     ops.aten._embedding_bag.default: _embedding_bag,
     ops.aten.embedding_bag.padding_idx: _embedding_bag,
