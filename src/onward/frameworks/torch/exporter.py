@@ -31,7 +31,7 @@ from onward.frameworks.randomness import refuse_random_draws
 from onward.frameworks.torch.arguments import Flat
 from onward.frameworks.torch.rewrites import rewrite
 from onward.frameworks.torch.sequences import give_lengths, traceable_sequences
-from onward.frameworks.torch.translations import CTC, define_functions, translations_for
+from onward.frameworks.torch.translations import CHANGE, CTC, define_functions, translations_for
 from onward.lowering.runtime import widen_node
 from onward.model import Model
 
@@ -274,6 +274,11 @@ def export(
         with refuse_random_draws(what):
             program, lines = _trace(flat, tuple(dims))
         rewrite(program)
+        if any(node.target is torch.ops.onward.change.default for node in program.graph.nodes):
+            raise UnsupportedError(
+                f"{what} has an autograd function whose `backward` is not linear in the gradient",
+                hint="clip or change gradients in the training loop, after `loss.backward()`",
+            )
         translations = translations_for(program)
         onnx_program = _to_onnx(program, input_names=list(flat.inputs), custom_translation_table=translations)
     for line in lines:
@@ -299,7 +304,7 @@ def _trace(flat: Flat, dims: tuple[Any, ...]) -> tuple[torch.export.ExportedProg
     """Trace a module. Return also the lines that branch on values of tensors, where the example decides."""
 
     def trace(readings: Readings | None = None) -> torch.export.ExportedProgram:
-        with Traceable(readings), symbolic_lengths(), traceable_sequences(), _refuse_own_derivatives():
+        with Traceable(readings), symbolic_lengths(), traceable_sequences(), _own_derivatives():
             return torch.export.export(flat, tuple(flat.inputs.values()), dynamic_shapes=(dims,), strict=False)
 
     try:
@@ -328,23 +333,82 @@ def _trace(flat: Flat, dims: tuple[Any, ...]) -> tuple[torch.export.ExportedProg
 
 
 @contextlib.contextmanager
-def _refuse_own_derivatives() -> Iterator[None]:
-    """Refuse functions that define `backward`, where it counts: a graph has the derivative of its operators."""
+def _own_derivatives() -> Iterator[None]:
+    """Replace functions that define `backward` by operators with the same derivative."""
     apply = torch.autograd.Function.apply
 
-    def checked(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def replaced(function: Any, *args: Any, **kwargs: Any) -> Any:
         is_operator = function.__name__.startswith("GeneratedBackwardFor_")  # of torch.library, translated or refused
         is_counted = torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
-        if is_counted and not is_operator:
+        if is_operator or not is_counted:
+            return apply.__func__(function, *args, **kwargs)
+        try:
+            return _with_derivative(function, *args)
+        except Exception as error:
             line = _last_user_line(traceback.extract_stack())
             raise UnsupportedError(
-                f"`{function.__name__}` has a derivative of its own" + (f" ({line})" if line else ""),
+                f"no graph has the derivative that `{function.__name__}` defines" + (f" ({line})" if line else ""),
                 hint="call operations of PyTorch in its place; a part without gradient is `x.detach()`",
-            )
-        return apply.__func__(function, *args, **kwargs)
+            ) from error
 
-    with unittest.mock.patch.object(torch.autograd.Function, "apply", classmethod(checked)):
+    with unittest.mock.patch.object(torch.autograd.Function, "apply", classmethod(replaced)):
         yield
+
+
+def _with_derivative(function: Any, *args: Any) -> Any:
+    """Return the result y of an autograd function as y + J (x - x), where only the last x has a gradient.
+
+    `backward` computes Jᵀg. J u is the gradient of (Jᵀg) u by g, and does not depend on g.
+    """
+    context = _Context([isinstance(x, torch.Tensor) and x.requires_grad for x in args])
+    with torch.no_grad():
+        if function.setup_context is torch.autograd.function._SingleLevelFunction.setup_context:
+            result = function.forward(context, *args)
+        else:
+            result = function.forward(*args)
+            function.setup_context(context, args, result)
+    results = list(result) if isinstance(result, tuple) else [result]
+    smooth = [
+        i
+        for i, y in enumerate(results)
+        if isinstance(y, torch.Tensor) and y.is_floating_point() and not any(y is x for x in context.constants)
+    ]
+    gradients = [CHANGE(y.detach()).requires_grad_() if i in smooth else None for i, y in enumerate(results)]
+    with torch.enable_grad():
+        pulled = function.backward(context, *gradients)
+        pulled = pulled if isinstance(pulled, tuple) else (pulled,)
+        pairs = [
+            (back, x - x.detach())
+            for back, x, is_needed in zip(pulled, args, context.needs_input_grad, strict=False)
+            if is_needed and back is not None
+        ]
+        backs, changes = zip(*((back, change) for back, change in pairs if back.requires_grad), strict=True)
+        pushed = torch.autograd.grad(
+            backs, [gradients[i] for i in smooth], changes, create_graph=True, allow_unused=True
+        )
+    for i, change in zip(smooth, pushed, strict=True):
+        y = results[i].detach()
+        results[i] = y if change is None else y + change
+    return tuple(results) if isinstance(result, tuple) else results[0]
+
+
+class _Context:
+    """What `forward` of an autograd function leaves to its `backward`."""
+
+    def __init__(self, needs_input_grad: Sequence[bool]):
+        self.needs_input_grad = tuple(needs_input_grad)
+        self.saved_tensors: tuple[Any, ...] = ()
+        self.constants: tuple[Any, ...] = ()
+        """Results without a gradient."""
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        self.saved_tensors = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in tensors)
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        self.constants = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
 
 
 def _depends_on_values(error: Exception) -> bool:
