@@ -100,7 +100,7 @@ def compare_steps(
                     certain = {
                         name: x
                         for name, x in expected.items()
-                        if name == LOSS or name not in moved or _is_certain(actual[name], x, moved[name])
+                        if name not in moved or _is_certain(actual[name], x, moved[name], is_loss=name == LOSS)
                     }
                     try:
                         compare(actual, certain, ignored=noise, when=f"after step {number} ")
@@ -148,9 +148,9 @@ def _compare_gradients(
     raise mismatch
 
 
-def _is_certain(ours: np.ndarray, theirs: np.ndarray, moved: float) -> bool:
+def _is_certain(ours: np.ndarray, theirs: np.ndarray, moved: float, *, is_loss: bool) -> bool:
     """True if a difference says something about a value that perturbed weights move so far."""
-    return moved <= _SENSITIVE and distance(ours, theirs) > _BEYOND_DOUBT * moved
+    return (is_loss or moved <= _SENSITIVE) and distance(ours, theirs) > _BEYOND_DOUBT * moved
 
 
 def _follow_last_digits(
