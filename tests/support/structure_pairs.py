@@ -367,4 +367,4 @@ def t5():
 
     tokens = jnp.zeros((2, length), jnp.int32)
     examples = (zeros(2, length, integers=True), zeros(2, length, integers=True))
-    return of_torch(Logits(config), *examples), of_flax(T5(), tokens, tokens)
+    return of_torch(Logits(config), *examples, unfolded=True), of_flax(T5(), tokens, tokens)

@@ -37,6 +37,7 @@ def _formats() -> str:
     "onward convert checkpoint-500/ --like model.onnx --loss cross_entropy -o run.onnx",
     "onward convert checkpoint-500/ --like model.onnx --dry-run",
     "onward convert last.ckpt --module project.models:Classifier --inputs batch.npz -o run.onnx",
+    "onward convert other.onnx --like model.onnx --match structure -o out.onnx",
     "onward convert run.onnx --to hf -o checkpoint-600/",
     "onward convert model.onnx --to torch -o model.py",
     "onward convert checkpoint-500/ --to dcp -o sharded/",
@@ -59,6 +60,15 @@ def convert(
     like: Annotated[
         Path | None,
         option("--like", "MODEL", "Model of the checkpoint, or the training model that was converted with `--to`."),
+    ] = None,
+    match: Annotated[
+        Literal["names", "structure"] | None,
+        option(
+            "--match",
+            "HOW",
+            "How tensors of SOURCE and `--like` are matched: by `names` (default), or by `structure`, which is what "
+            "they compute in the two graphs. SOURCE may be an .onnx file. Outputs are compared.",
+        ),
     ] = None,
     module: Annotated[
         str | None,
@@ -107,7 +117,7 @@ def convert(
         raise InvalidModelError(f"the file `{source}` does not exist", hint=hint)
     settings = {**select_given(MissingOptions, stated), "module": module}
     flags = [f"--{name.replace('_', '-')}" for name, v in {**settings, "inputs": inputs}.items() if v is not None]
-    flags += ["--no-probe"] * no_probe + ["--dry-run"] * dry_run
+    flags += ["--no-probe"] * no_probe + ["--dry-run"] * dry_run + ["--match"] * (match is not None)
     if to is not None:
         name = module if module is not None and ":" not in module and source.suffix != ".onnx" else None
         flags = [flag for flag in flags if flag != "--module" or name is None]
@@ -119,9 +129,10 @@ def convert(
     elif program is not None:
         flag = "--program" if program else "--only-state"
         raise Misuse(f"`{flag}` needs `--to`", f"onward convert {source} --to torch {flag}")
-    elif source.suffix == ".onnx":
+    elif source.suffix == ".onnx" and match != "structure":
         raise Misuse(f"missing option `--to` for `{source}`", f"onward convert {source} --to torch")
-    elif _is_foreign(source, bool(flags)):
+    elif match == "structure" or _is_foreign(source, bool(flags)):
+        settings["match"] = match or "names"
         settings |= {"example_inputs": example_in(inputs) if inputs is not None else None, "probe": not no_probe}
         written = _import(source, output, like, settings, dry_run, as_json, data, force)
     else:

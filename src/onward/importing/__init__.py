@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
-from onward.checkpoint.embedded import embed, rounded_types
+from onward.checkpoint.embedded import FACT, embed, rounded_types
 from onward.checkpoint.exporting import checkpoint_of_model, weights_of
 from onward.checkpoint.format import Captured, Checkpoint
 from onward.checkpoint.formats import open_checkpoint
@@ -21,7 +21,7 @@ from onward.checkpoint.pytorch.contents import ADAPTER, of_module
 from onward.checkpoint.pytree.train_states import LEAVES, with_names_of
 from onward.checkpoint.summary import plain, settings
 from onward.errors import ArgumentError, UnsupportedError, first_line, list_names, warn
-from onward.importing.capture import capture_model, of_adapters, orders_of_configuration
+from onward.importing.capture import capture_model, has_model, of_adapters, orders_of_configuration
 from onward.importing.groups import (
     own_constants,
     refuse_unmatched,
@@ -42,6 +42,7 @@ from onward.importing.recipes import (
     widened,
 )
 from onward.importing.schedules import schedule_by_updates
+from onward.importing.structure import by_shape, by_structure
 from onward.model import Model, load
 from onward.options import MissingOptions, with_options
 from onward.recipe.exporter_notes import restore
@@ -61,6 +62,7 @@ class _Arguments(MissingOptions):
     module: Any = None
     example_inputs: Any = None
     probe: bool = True
+    match: Literal["names", "structure"] = "names"
 
 
 @with_options(_Arguments)
@@ -88,6 +90,9 @@ def from_checkpoint(
       loss
     - `probe`: compare loss and gradients of `module` and its graph in one step (default: yes). This
       needs memory for several copies of the weights
+    - `match`: `"structure"` if names do not fit: weights are matched by what they compute in the
+      graph of the checkpoint (another .onnx file, a `.keras` file, a configuration, or `module`)
+      and in `like`, and outputs are compared. Without optimizer, the result is an inference model
     """
     planned = plan_import(path, like, **options)
     training = apply_plan(planned)
@@ -101,6 +106,8 @@ def plan_import(
 ) -> ImportPlan:
     """Return the plan of `from_checkpoint`, without executing it."""
     arguments = _Arguments(path, like, **options)
+    if arguments.match == "structure":
+        return _plan_by_structure(arguments)
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     name = arguments.module if isinstance(arguments.module, str) and ":" not in arguments.module else None
     if name is not None:
@@ -110,12 +117,50 @@ def plan_import(
         return plan(checkpoint, captured if arguments.probe else captured._replace(probe=None), arguments)
     if arguments.module is not None:
         raise ArgumentError("both `like` and `module` are given", hint="omit one of them")
-    model = load(like)
+    model = _restored(like)
+    captured = of_adapters(checkpoint, model) if ADAPTER in checkpoint.trees else Captured(model, None)
+    return plan(checkpoint, captured, arguments)
+
+
+def _restored(source: Model | str | os.PathLike[str]) -> Model:
+    """Return a model with the parameters of its module, which exporters may have folded."""
+    model = load(source)
     if not model.steps:
         model = model.copy()
         restore(model, unfold=True)
-    captured = of_adapters(checkpoint, model) if ADAPTER in checkpoint.trees else Captured(model, None)
-    return plan(checkpoint, captured, arguments)
+    return model
+
+
+def _plan_by_structure(arguments: _Arguments) -> ImportPlan:
+    """Return the plan of an import from a graph to another one that computes the same under other names."""
+    if arguments.like is None:
+        raise ArgumentError("`match` has no effect without `like`", hint="give the model: `--like model.onnx`")
+    like, path = _restored(arguments.like), arguments.path
+    is_model = not isinstance(path, Checkpoint) and os.fspath(path).endswith(".onnx")
+    if is_model:
+        source = _restored(path).copy()  # type: ignore[arg-type]
+        for step in source.steps:
+            step.algorithm.metadata_props.pop(FACT, None)  # which has other names
+        checkpoint = checkpoint_of_model(source) if source.steps else weights_of(source)
+    else:
+        checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+        if arguments.module is None and not has_model(checkpoint):
+            names = by_shape(checkpoint.tensors, without_steps(like))
+            note = f"{len(names)} tensors are matched by shapes that occur once; outputs could not be compared"
+            checkpoint = dataclasses.replace(checkpoint, remarks=(*checkpoint.remarks, note))
+            return plan_import(checkpoint, like, **{**_stated(arguments), "names": names})
+        captured = capture_model(checkpoint, arguments.module, arguments.example_inputs, arguments.loss or "mse")
+        named = _named(checkpoint, captured, arguments)
+        source, checkpoint = captured.model, _in_graph_names(named)
+    checkpoint = by_structure(checkpoint, without_steps(source), without_steps(like))
+    if checkpoint.optimizers or like.steps or arguments.optimizer is not None:
+        return plan(checkpoint, Captured(like, None), arguments)
+    matched = Match({name: name for name in checkpoint.tensors})
+    return ImportPlan(checkpoint, matched, RunState(like, None, ()), {}, checkpoint.tensors, checkpoint.remarks, ())
+
+
+def _stated(arguments: _Arguments) -> dict[str, Any]:
+    return {field.name: getattr(arguments, field.name) for field in dataclasses.fields(MissingOptions)}
 
 
 def with_weights(
@@ -244,8 +289,48 @@ class ImportPlan:
     """Compares the graph and these weights with the module that it was captured from."""
 
 
-def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) -> ImportPlan:
-    """Return the plan of an import, without executing it."""
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """A checkpoint with names for its optimizer state, and its match with a graph."""
+
+    checkpoint: Checkpoint
+    match: Match
+    model: Model
+    base: RunState | None
+    groups: list[ParameterGroup]
+    notes: dict[str, bool]
+
+
+def _in_graph_names(named: _Named) -> Checkpoint:
+    """Return a checkpoint with the names and orientations of its graph."""
+    checkpoint, names, orient = named.checkpoint, named.match.names, named.match.orient
+
+    def oriented(tensors: Mapping[Any, Any]) -> dict[str, Any]:
+        return {names[n]: orient(n, x) if isinstance(x, Tensor) else x for n, x in tensors.items() if n in names}
+
+    optimizers = []
+    for optimizer in checkpoint.optimizers:
+        groups = tuple(
+            dataclasses.replace(group, parameters=tuple(names[name] for name in group.parameters if name in names))
+            for group in optimizer.groups
+        )
+        slots = {
+            names[str(name)]: {slot: orient(name, x) if isinstance(x, Tensor) else x for slot, x in values.items()}
+            for name, values in optimizer.slots.items()
+            if name in names
+        }
+        optimizers.append(dataclasses.replace(optimizer, groups=groups, slots=slots))
+    return dataclasses.replace(
+        checkpoint,
+        tensors=oriented(checkpoint.tensors),
+        averages=oriented(checkpoint.averages),
+        optimizers=tuple(optimizers),
+        remarks=(*checkpoint.remarks, *named.notes),
+    )
+
+
+def _named(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) -> _Named:
+    """Match a checkpoint with a graph by names, and name its optimizer state."""
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     source = captured.model
     if checkpoint.format == LEAVES:
@@ -263,7 +348,14 @@ def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) ->
         raise
     refuse_unmatched(checkpoint, matched, model, constants)
     groups = run_groups(checkpoint, matched, parse(options.optimizer) if options.optimizer is not None else None, base)
-    checkpoint = with_slot_names(checkpoint, matched, groups)
+    return _Named(with_slot_names(checkpoint, matched, groups), matched, model, base, groups, notes)
+
+
+def plan(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) -> ImportPlan:
+    """Return the plan of an import, without executing it."""
+    named = _named(checkpoint, captured, options)
+    checkpoint, matched, model, base, groups = named.checkpoint, named.match, named.model, named.base, named.groups
+    notes, source = named.notes, captured.model
     losses = (options.loss, captured.loss, base.loss if base else None, checkpoint.loss)
     loss = next((loss for loss in losses if loss is not None), None)
     if loss is None:
@@ -317,6 +409,8 @@ def apply_plan(plan: ImportPlan) -> Model:
         value.const_value = as_initializer(tensor, name, value.const_value.metadata_props)
     if plan.probe is not None:
         plan.probe(plan.run.model, plan.run.loss)
+    if plan.run.loss is None:
+        return plan.run.model
     training = to_training_model(plan.run)
     problems = Problems("the state of the optimizer")
     for name, tensor in plan.slots.items():
@@ -365,9 +459,9 @@ def plan_lines(plan: ImportPlan) -> list[tuple[str, str]]:
         ("left out", f"{list_names(matched.left, _MOST)}: not in the model" if matched.left else ""),
         *(("" if i else "optimizer", f"{group.optimizer}") for i, group in enumerate(run.groups)),
         ("", f"keeps {len(plan.slots)} tensors of {len(run.parameters)} parameters"),
-        ("schedule", ", then ".join(map(str, run.schedule)) or "the rate stays"),
+        ("schedule", ", then ".join(map(str, run.schedule)) or "the rate stays" * bool(run.groups)),
         ("step", f"{run.step}"),
-        ("loss", _loss_text(run.loss)),
+        ("loss", "" if run.loss is None else _loss_text(run.loss)),
         ("clipping", settings(run.clip or {})),
         ("further", settings(run.recipe)),
         ("kept", "; ".join(_kept_lines(plan))),

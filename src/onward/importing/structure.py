@@ -332,6 +332,11 @@ def _balance(a: _Graph, b: _Graph) -> None:
     """
     if bool(a.norms) != bool(b.norms):
         (a if a.norms else b).fold()
+    shapes = [{piece.shape for piece in side.pieces} for side in (a, b)]
+    for side, other_shapes in zip((a, b), shapes[::-1], strict=True):
+        for i, piece in enumerate(side.pieces):  # biases of heads are a vector elsewhere
+            if piece.shape not in other_shapes and (piece.elements.size,) in shapes[0] | shapes[1]:
+                side.pieces[i] = piece._replace(elements=piece.elements.reshape(-1))
     for side, other in ((a, b), (b, a)):
         excess = Counter(piece.shape for piece in side.pieces)
         excess.subtract(Counter(piece.shape for piece in other.pieces))
@@ -693,3 +698,30 @@ class _Moving:
         if names:
             sources = list_names(self._sources[names[0]], 4)
             raise UnsupportedError(f"optimizer state of {sources} differs, and `{names[0]}` joins them", hint=_ALONE)
+
+
+def by_shape(tensors: Mapping[str, Tensor], model: Model) -> dict[str, str]:
+    """Return names of a checkpoint without a graph -> names of a model, if every shape occurs once.
+
+    Raises:
+        UnsupportedError: several tensors have one shape, or none fits.
+    """
+
+    def by_sizes(tensors: Mapping[str, Tensor]) -> dict[tuple[int, ...], list[str]]:
+        names: dict[tuple[int, ...], list[str]] = {}
+        for name, tensor in tensors.items():
+            names.setdefault(tuple(sorted(tensor.shape)), []).append(name)
+        return names
+
+    ours, theirs = by_sizes(weights_of(model).tensors), by_sizes(tensors)
+    hint = "give the model of the checkpoint: `--module package.module:Class`; or pairs: `--names FILE` (JSON)"
+    for sizes, names in ours.items():
+        others = theirs.get(sizes, [])
+        if len(names) != 1 or len(others) != 1:
+            raise UnsupportedError(
+                f"shapes do not tell {list_names(others, 4) or 'a tensor'} from others for {list_names(names, 4)}",
+                hint=hint,
+            )
+        if len({*sizes}) < len(sizes) and len(sizes) > 1:
+            raise UnsupportedError(f"the shape of {list_names(names, 1)} does not tell its layout", hint=hint)
+    return {theirs[sizes][0]: names[0] for sizes, names in ours.items()}
