@@ -6,14 +6,11 @@ Runtime trained is written back and equal to what PyTorch saves then.
 
 from __future__ import annotations
 
-import argparse
-import copy
 import json
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,92 +20,21 @@ import onward
 from onward.errors import UnsupportedError
 
 torch = pytest.importorskip("torch")
+from checkpoint_layouts import (  # noqa: E402
+    LAYOUTS,
+    STEPS,
+    Language,
+    Layout,
+    Vision,
+    batches,
+    milestones,
+    momentum,
+    plain,
+    tensors_of,
+    train,
+)
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
-
-TOKENS, WIDTH, LENGTH = 50, 16, 8
-STEPS = 10
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ln_1 = nn.LayerNorm(WIDTH, bias=False)
-        self.attn = nn.Linear(WIDTH, 3 * WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH)
-        self.ln_2 = nn.LayerNorm(WIDTH, bias=False)
-        self.fc = nn.Linear(WIDTH, 4 * WIDTH)
-        self.out = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Any) -> Any:
-        batch, length, _ = x.shape
-        parts = self.attn(self.ln_1(x)).split(WIDTH, 2)
-        q, k, v = (part.view(batch, length, 2, WIDTH // 2).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + self.proj(attended.reshape(batch, length, WIDTH))
-        return x + self.out(F.gelu(self.fc(self.ln_2(x))))
-
-
-class Language(nn.Module):
-    """A GPT whose embedding and head share one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.wte = nn.Embedding(TOKENS, WIDTH)
-        self.wpe = nn.Embedding(LENGTH, WIDTH)
-        self.h = nn.ModuleList([Block() for _ in range(2)])
-        self.ln_f = nn.LayerNorm(WIDTH)
-        self.lm_head = nn.Linear(WIDTH, TOKENS, bias=False)
-        self.wte.weight = self.lm_head.weight
-
-    def forward(self, tokens: Any) -> Any:
-        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
-        for block in self.h:
-            x = block(x)
-        return self.lm_head(self.ln_f(x))
-
-
-class Vision(nn.Module):
-    """A network with BatchNormalization."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Conv2d(3, 4, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(4)
-        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(4)
-        self.head = nn.Conv2d(4, 4, 1)
-        self.fc = nn.Linear(4, 5)
-
-    def forward(self, image: Any) -> Any:
-        x = torch.relu(self.bn1(self.stem(image)))
-        x = torch.relu(self.bn2(self.conv(x)))
-        return self.fc(torch.relu(self.head(x)).mean((2, 3)))
-
-
-def batches(module: Any, seed: int) -> Iterator[tuple[Any, Any]]:
-    """Yield inputs and labels."""
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(STEPS):
-        if isinstance(module, Language):
-            yield tuple(torch.randint(TOKENS, (2, 4, LENGTH), generator=generator))
-        else:
-            yield torch.rand((4, 3, 6, 6), generator=generator), torch.randint(5, (4,), generator=generator)
-
-
-def train(module: Any, optimizer: Any, seed: int, scheduler: Any = None) -> list[float]:
-    losses = []
-    for inputs, labels in batches(module, seed):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(module(inputs).flatten(0, -2), labels.flatten())
-        loss.backward()
-        optimizer.step()
-        if scheduler is not None:
-            scheduler.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def run(training: onward.Model, module: Any) -> tuple[list[float], onward.Model]:
@@ -127,253 +53,6 @@ def models() -> dict[type, onward.Model]:
             cls: onward.load(by_dynamo(cls().eval(), {next(iter(axes)): next(batches(cls(), 0))[0]}, axes, output))
             for cls, (axes, output) in exports.items()
         }
-
-
-# ---- layouts ---------------------------------------------------------------------------------------------------------
-
-
-class Layout(NamedTuple):
-    """How a script groups parameters, and what it saves."""
-
-    tree: Callable[[Any, Any, Any], Any]
-    """Of the module, the optimizer and the scheduler."""
-    optimizer: Callable[[Any], Any] = lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3)
-    module: type = Language
-    options: Mapping[str, Any] = {}
-    scheduler: Callable[[Any], Any] = lambda optimizer: None
-    refusal: str = ""
-    """What the error says, if the layout is refused."""
-    is_folder: bool = False
-    is_same_after: bool = True
-    """True if ONNX Runtime writes what PyTorch saves after further steps."""
-
-
-def _decayed_first(module: Any) -> list[dict[str, Any]]:
-    """Return the groups of nanoGPT: matrices decay, vectors do not."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    matrices, vectors = ([p for p in parameters if (p.dim() >= 2) == is_matrix] for is_matrix in (True, False))
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-
-
-def _nanogpt(module: Any) -> Any:
-    return torch.optim.AdamW(_decayed_first(module), lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
-
-
-def _timm(module: Any) -> Any:
-    """Return an optimizer whose parameters without decay come first."""
-    return torch.optim.AdamW(_decayed_first(module)[::-1], lr=1e-2, eps=1e-3)
-
-
-def _head_and_last_block(module: Any) -> Any:
-    """Freeze all but the last block and the final normalization."""
-    module.requires_grad_(False)
-    trained = [*module.h[1].parameters(), *module.ln_f.parameters()]
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
-
-
-def _embeddings(module: Any) -> Any:
-    module.requires_grad_(False)
-    return torch.optim.AdamW([module.wpe.weight.requires_grad_(True), module.lm_head.weight.requires_grad_(True)], 1e-2)
-
-
-def _momentum(module: Any, **options: Any) -> Any:
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, **options)
-
-
-def _ultralytics(module: Any) -> Any:
-    """Return an optimizer of biases, then weights with decay, then weights of normalizations."""
-    groups: tuple[list[Any], ...] = [], [], []
-    for layer in module.modules():
-        for name, parameter in layer.named_parameters(recurse=False):
-            groups[0 if name == "bias" else 2 if isinstance(layer, nn.BatchNorm2d) else 1].append(parameter)
-    optimizer = torch.optim.SGD(groups[0], lr=0.02, momentum=0.9, nesterov=True)
-    optimizer.add_param_group({"params": groups[1], "weight_decay": 5e-4})
-    optimizer.add_param_group({"params": groups[2], "weight_decay": 0.0})
-    return optimizer
-
-
-def _detectron(module: Any) -> Any:
-    """Return an optimizer with a group for each parameter."""
-    groups = [{"params": [p], "weight_decay": 1e-4 if p.dim() > 1 else 0.0} for p in module.parameters()]
-    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-
-
-def _milestones(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [STEPS + 3, STEPS + 6])
-
-
-def _plain(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    return {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def _copied(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """Return a state dict whose tied weights are stored twice, as `.clone()` on each makes them."""
-    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    return {"model": state, "optimizer": optimizer.state_dict()}
-
-
-def _of_nanogpt(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    state = {f"_orig_mod.{name}": tensor for name, tensor in module.state_dict().items()}
-    arguments = {"n_layer": 2, "n_head": 2, "n_embd": WIDTH, "block_size": LENGTH, "bias": True, "vocab_size": TOKENS}
-    rest = {"model_args": arguments, "iter_num": 7, "best_val_loss": torch.tensor(3.1), "config": {"lr": 1e-2}}
-    return {"model": state, "optimizer": optimizer.state_dict(), **rest}
-
-
-def _of_litgpt(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    return {**_plain(module, optimizer, None), "iter_num": 40, "step_count": STEPS, "hparams": {"devices": 1}}
-
-
-def _of_fairseq(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    history = {"criterion_name": "CrossEntropy", "optimizer_name": "FairseqAdam", "lr_scheduler_state": {"best": None}}
-    return {
-        "args": None,
-        "cfg": {"common": {"seed": 1}, "model": argparse.Namespace(arch="transformer_lm")},
-        "model": module.state_dict(),
-        "criterion": {},
-        "optimizer_history": [{**history, "num_updates": STEPS}],
-        "task_state": {},
-        "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": STEPS}, "val_loss": 3.0},
-        "last_optimizer_state": optimizer.state_dict(),
-    }
-
-
-def _averaged(module: Any) -> Any:
-    average = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in average.parameters():
-            parameter.mul_(0.9)
-    return average
-
-
-def _of_timm(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    return {
-        "epoch": 3,
-        "arch": "vision",
-        "state_dict": module.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "version": 2,
-        "args": argparse.Namespace(model="vision", opt="adamw"),
-        "amp_scaler": torch.amp.GradScaler("cpu").state_dict(),
-        "state_dict_ema": _averaged(module).state_dict(),
-        "metric": 71.0,
-    }
-
-
-def _of_mmengine(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    polynomial = {"begin": 0, "end": 100, "by_epoch": False, "param_name": "lr", "base_values": [0.05], "power": 0.9}
-    counters = {"last_step": STEPS, "_global_step": STEPS + 1, "verbose": False, "_last_value": [0.05], "eta_min": 0.0}
-    return {
-        "meta": {"cfg": "model = dict()", "seed": 0, "epoch": 1, "iter": STEPS, "mmengine_version": "0.10.7"},
-        "state_dict": module.state_dict(),
-        "message_hub": {"log_scalars": {}, "runtime_info": {}, "resumed_keys": {}},
-        "optimizer": optimizer.state_dict(),
-        "param_schedulers": [{**polynomial, **counters}],
-    }
-
-
-def _save(tree: Any, path: Path, is_folder: bool) -> None:
-    if not is_folder:
-        torch.save(tree, path)
-        return
-    path.mkdir()
-    pytest.importorskip("safetensors.torch").save_file(tree["model"], path / "model.safetensors")
-    for name in ("optimizer", "scheduler"):
-        torch.save(tree[name], path / f"{name}.pt")
-
-
-def _load(path: Path, is_folder: bool) -> Any:
-    if not is_folder:
-        return torch.load(path, weights_only=False)
-    tree = {name: torch.load(path / f"{name}.pt") for name in ("optimizer", "scheduler")}
-    return {"model": pytest.importorskip("safetensors.torch").load_file(path / "model.safetensors"), **tree}
-
-
-def _other(cls: type = Vision) -> tuple[Any, Any]:
-    """Return another module that was trained, and its optimizer."""
-    torch.manual_seed(0)
-    module = cls() if cls is Vision else nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.5)
-    if cls is Vision:
-        train(module, optimizer, 5)
-    return module, optimizer
-
-
-def _of_gan(module: Any, optimizer: Any, scheduler: Any, cls: type = nn.Linear) -> dict[str, Any]:
-    other, its_optimizer = _other(cls)
-    return {
-        "discriminator": other.state_dict(),
-        "generator": module.state_dict(),
-        "optimizer_g": optimizer.state_dict(),
-        "optimizer_d": its_optimizer.state_dict(),
-    }
-
-
-def _of_twins(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    return _of_gan(module, optimizer, scheduler, Vision)
-
-
-def _in_one_state(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """Return two modules in one state dict, as those of a LightningModule are."""
-    tree = _of_twins(module, optimizer, scheduler)
-    state = {f"{key}.{name}": x for key in ("discriminator", "generator") for name, x in tree[key].items()}
-    return {"state_dict": state, "optimizer_states": [tree["optimizer_d"], tree["optimizer_g"]]}
-
-
-_VISION: dict[str, Any] = {"module": Vision, "optimizer": _momentum}
-_DETECTRON: dict[str, Any] = {**_VISION, "scheduler": _milestones}
-
-LAYOUTS: dict[str, Layout] = {
-    "one group": Layout(_plain),
-    "nanoGPT": Layout(_of_nanogpt, _nanogpt),
-    "groups without decay first": Layout(_plain, _timm),
-    "copies of tied weights": Layout(_copied, _nanogpt),
-    "frozen, told by shapes": Layout(_plain, _embeddings),
-    "frozen, named": Layout(_plain, _head_and_last_block, options={"trainable": ["h.1.*", "ln_f.*"]}),
-    "frozen, ambiguous": Layout(_plain, _head_and_last_block, refusal="`--freeze PATTERN`"),
-    "LitGPT": Layout(_of_litgpt, _nanogpt),
-    "fairseq": Layout(_of_fairseq),
-    "timm train.py": Layout(_of_timm, _timm, Vision),
-    "average before the model": Layout(
-        lambda m, o, s: {"model_ema": _averaged(m).state_dict(), **_plain(m, o, s)}, **_VISION
-    ),
-    "pickled module": Layout(lambda m, o, s: {"model": m, "optimizer": o.state_dict(), "epoch": 3}, **_VISION),
-    "tuple": Layout(lambda m, o, s: (m.state_dict(), o.state_dict()), **_VISION),
-    "Ultralytics": Layout(
-        lambda m, o, s: {
-            "epoch": 3,
-            "model": None,
-            "ema": copy.deepcopy(m),
-            "updates": 10,
-            "optimizer": o.state_dict(),
-        },
-        _ultralytics,
-        Vision,
-    ),
-    "Detectron2": Layout(
-        lambda m, o, s: {**_plain(m, o, s), "scheduler": s.state_dict(), "iteration": STEPS - 1}, **_DETECTRON
-    ),
-    "Detectron2, a group for each parameter": Layout(
-        lambda m, o, s: {**_plain(m, o, s), "scheduler": s.state_dict(), "iteration": STEPS - 1},
-        **{**_DETECTRON, "optimizer": _detectron},
-    ),
-    "several files": Layout(
-        lambda m, o, s: {**_plain(m, o, s), "scheduler": s.state_dict()},
-        **_DETECTRON,
-        options={"updates": STEPS},
-        is_folder=True,
-    ),
-    "MMEngine": Layout(_of_mmengine, **_VISION, refusal="does not store the shape of its schedule"),
-    "MMEngine, with its schedule": Layout(
-        _of_mmengine, **_VISION, options={"schedule": "constant", "updates": STEPS}, is_same_after=False
-    ),
-    "GAN": Layout(_of_gan, **_VISION),
-    "GAN of equal networks": Layout(_of_twins, **_VISION, options={"module": "generator"}),
-    "GAN of equal networks, not named": Layout(_of_twins, **_VISION, refusal="`--module discriminator`"),
-    "GAN in one state dict": Layout(_in_one_state, **_VISION, options={"module": "generator"}),
-    "GAN in one state dict, not named": Layout(_in_one_state, **_VISION, refusal="`--module discriminator`"),
-}
 
 
 EXPORTS: dict[str, tuple[type, str, tuple[str, ...]]] = {
@@ -396,25 +75,16 @@ def _saved(path: Path, layout: Layout) -> tuple[list[float], Any]:
     module = layout.module()
     optimizer = layout.optimizer(module)
     scheduler = layout.scheduler(optimizer)
-    train(module, optimizer, 1, scheduler)
-    _save(layout.tree(module, optimizer, scheduler), path, layout.is_folder)
-    losses = train(module, optimizer, 2, scheduler)
+    train(module, optimizer, 1, scheduler, layout.every)
+    layout.files.save(layout.tree(module, optimizer, scheduler), path)
+    losses = train(module, optimizer, 2, scheduler, layout.every)
     return losses, layout.tree(module, optimizer, scheduler)
 
 
-def _tensors(tree: Any, path: str = "") -> dict[str, Any]:
-    """Return the tensors of a tree by path, without averages, which its script would update."""
-    if isinstance(tree, nn.Module):
-        tree = tree.state_dict()
-    if isinstance(tree, Mapping | list | tuple):
-        items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
-        return {
-            k: v for key, child in items if "_ema" not in str(key) for k, v in _tensors(child, f"{path}/{key}").items()
-        }
-    return {path: tree} if isinstance(tree, torch.Tensor) else {}
+_QUICK = ("nanoGPT", "frozen, ambiguous", "torchtitan", "pickled optimizer", "Trainer", "timm train.py", "MoCo")
 
 
-@pytest.mark.slow("copies of tied weights", "frozen, named", "groups without decay first", "one group", "LitGPT")
+@pytest.mark.slow(*(name for name in LAYOUTS if name not in _QUICK))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_continues(name: str, models: dict[type, onward.Model], tmp_path: Path) -> None:
@@ -430,10 +100,9 @@ def test_a_layout_continues(name: str, models: dict[type, onward.Model], tmp_pat
     ours, trained = run(training, layout.module())
     np.testing.assert_allclose(ours, losses, rtol=1e-5)
     if layout.is_same_after:
-        form = "torch-files" if layout.is_folder else "torch"
-        onward.to_checkpoint(trained, tmp_path / "after.pt", format=form)
-        expected = _tensors(tree)
-        actual = _tensors(_load(tmp_path / "after.pt", layout.is_folder))
+        onward.to_checkpoint(trained, tmp_path / "after.pt", format=layout.files.form)
+        layout.files.save(tree, tmp_path / "expected.pt")
+        expected, actual = (tensors_of(layout.files.load(tmp_path / name)) for name in ("expected.pt", "after.pt"))
         assert actual.keys() == expected.keys()
         for key, tensor in expected.items():
             np.testing.assert_allclose(actual[key].numpy(), tensor.numpy(), rtol=1e-3, atol=2e-5, err_msg=key)
@@ -443,7 +112,7 @@ def test_a_layout_continues(name: str, models: dict[type, onward.Model], tmp_pat
 @pytest.mark.parametrize("name", EXPORTS)
 def test_an_export_that_lost_parameters(name: str, tmp_path: Path) -> None:
     cls, lost, causes = EXPORTS[name]
-    layout = Layout(_plain, module=cls)
+    layout = Layout(plain, module=cls)
     _saved(tmp_path / "ckpt.pt", layout)
     module, inputs = cls().eval(), next(batches(cls(), 0))[0]
     with quiet():
@@ -552,8 +221,8 @@ def test_adapters_of_peft_in_a_trainer(models: dict[type, onward.Model], tmp_pat
 def test_a_trainer_that_saved_the_model_only(models: dict[type, onward.Model], tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     module = Vision()
-    train(module, optimizer := _momentum(module), 1)
-    _in_trainer(tmp_path, optimizer, _milestones(optimizer))
+    train(module, optimizer := momentum(module), 1)
+    _in_trainer(tmp_path, optimizer, milestones(optimizer))
     for name in ("optimizer", "scheduler"):
         (tmp_path / f"{name}.pt").unlink()
     safetensors.save_file(module.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
@@ -575,7 +244,7 @@ def test_adafactor_of_transformers_is_refused(models: dict[type, onward.Model], 
     options = {"scale_parameter": False, "relative_step": False, "lr": 1e-2}
     optimizer = transformers.Adafactor(module.parameters(), **options)
     train(module, optimizer, 1)
-    torch.save(_plain(module, optimizer, None), tmp_path / "ckpt.pt")
+    torch.save(plain(module, optimizer, None), tmp_path / "ckpt.pt")
     with pytest.raises(UnsupportedError, match="does not name its optimizer"):
         onward.from_checkpoint(tmp_path / "ckpt.pt", models[Vision], loss="cross_entropy")
     with pytest.raises(UnsupportedError):
@@ -589,7 +258,7 @@ def test_several_models_of_accelerate(models: dict[type, onward.Model], tmp_path
     accelerate = pytest.importorskip("accelerate")
     modules = [Vision(), Vision()]
     nn.init.zeros_(modules[0].fc.weight)
-    optimizers = [_momentum(module) for module in modules]
+    optimizers = [momentum(module) for module in modules]
     accelerator = accelerate.Accelerator(cpu=True)
     wrapped = accelerator.prepare(*modules, *optimizers)
     for module, optimizer in zip(wrapped[:2], wrapped[2:], strict=True):
@@ -627,7 +296,7 @@ def test_gan_of_lightning(models: dict[type, onward.Model], tmp_path: Path) -> N
                 optimizer.step()
 
         def configure_optimizers(self) -> list[Any]:
-            return [_momentum(self.generator), torch.optim.Adam(self.discriminator.parameters())]
+            return [momentum(self.generator), torch.optim.Adam(self.discriminator.parameters())]
 
     gan = Gan()
     quiet_options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

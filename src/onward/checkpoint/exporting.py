@@ -287,7 +287,7 @@ def _schedules(run: RunState, before: Sequence[SchedulerState]) -> tuple[Schedul
     schedules = []
     for schedule in before or (None,):
         if schedule is not None and (
-            schedule.words is not None or "last_step" in schedule.state
+            schedule.words is not None or "last_step" in schedule.state or "param_group_field" in schedule.state
         ):  # else the training model has another
             state = advance_state(schedule.state, present, position)
             schedules.append(SchedulerState(state, schedule.words, position, every))

@@ -311,6 +311,13 @@ def with_names(
     if optimizer.has_names:
         return optimizer, ""
     numbers = [number for group in optimizer.groups for number in group.parameters]
+    only = stored_shapes(optimizer).get(numbers[0], ()) if len(numbers) == 1 else ()
+    if len(only) == 1 and only not in shapes.values():  # as fairseq and apex keep float32 copies
+        raise UnsupportedError(
+            f"the optimizer keeps the state of all parameters in one vector of {only[0]:,} numbers",
+            hint="save it from an optimizer of the module's own parameters; or start a new run with the weights: "
+            "`onward train --weights CHECKPOINT`",
+        )
     reasons = []
     for origin, order in (_with_groups_of_trainer(orders, optimizer) if in_trainer else orders).items():
         named, proof = _divided(order, optimizer, shapes)

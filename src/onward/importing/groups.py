@@ -27,6 +27,7 @@ from onward.recipe.trainable import as_patterns, matching
 from onward.run_state.problems import Problems
 from onward.run_state.state import OptimizerState, ParameterGroup, RunState
 from onward.run_state.tensors import Tensor
+from onward.vocabulary.torch import REFUSED_OPTIMIZERS
 
 
 def with_optimizer_names(
@@ -50,6 +51,7 @@ def with_optimizer_names(
         frozen |= learns - {*matching(as_patterns(options.trainable) or (), learns)}
     stored = [name for name, ours in matched.names.items() if ours in learns and theirs[ours] == name]
     index = {ours: graph.index(ours) for ours in matched.names.values()}
+    first = _first_uses(model, index)
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     in_trainer = checkpoint.format == TRAINER
     attempts: list[tuple[OptimizerState, str]] = []
@@ -76,6 +78,9 @@ def with_optimizer_names(
             if checkpoint.keeps_order:
                 orders["the order of the state dict"] = [stored]
             orders["the order of the graph"] = [sorted(stored, key=lambda name: index[matched.names[name]])]
+            orders["the order of the graph, with tied parameters at their first use"] = [
+                sorted(stored, key=lambda name: first[matched.names[name]])
+            ]
         for origin, order in list(orders.items()):
             not_frozen = [[name for name in names if matched.names.get(name) not in frozen] for names in order]
             if not_frozen != order:
@@ -100,6 +105,19 @@ def with_optimizer_names(
     return dataclasses.replace(checkpoint, optimizers=tuple(optimizer for optimizer, _ in attempts)), notes
 
 
+def _first_uses(model: Model, index: Mapping[str, int]) -> dict[str, float]:
+    """Return positions in which a tensor of several uses, such as a tied embedding, precedes those used after it."""
+    positions = {node: at for at, node in enumerate(model.graph)}
+    uses = {name: [positions.get(use.node, 0) for use in model.graph.initializers[name].uses()] for name in index}
+    singles = [name for name in index if len(uses[name]) == 1]
+    return {
+        name: index[name]
+        if len(uses[name]) < 2
+        else min((index[n] - 0.5 for n in singles if uses[n][0] > min(uses[name])), default=index[name])
+        for name in index
+    }
+
+
 def with_module(checkpoint: Checkpoint, model: Model) -> Checkpoint:
     """Return the checkpoint of the one among several modules that fits a model.
 
@@ -122,7 +140,7 @@ def with_module(checkpoint: Checkpoint, model: Model) -> Checkpoint:
             f"{len(best)} modules of `{checkpoint.path}` fit the model: {list_names(best, 8)}",
             hint=f"choose one: `--module {best[0]}` (`module={best[0]!r}`)",
         )
-    is_of_one_state = modules.keys() == {name.partition(".")[0] for name in checkpoint.tensors}
+    is_of_one_state = sum(map(len, modules.values())) == len(checkpoint.tensors)
     return of_module(checkpoint, best[0]) if best and not is_of_one_state else checkpoint
 
 
@@ -313,6 +331,10 @@ def _groups_of(
 def _spec(optimizer: OptimizerState, group: ParameterGroup, stated: Spec | None) -> Spec:
     if stated is None and group.optimizer is not None:
         return group.spec
+    classes = {name.lower(): problem for name, problem in REFUSED_OPTIMIZERS.items()}
+    refused = next((classes[family] for family in optimizer.families if family in classes), None)
+    if stated is None and refused is not None:
+        raise UnsupportedError(refused[0], hint=refused[1])
     if stated is None:
         raise UnsupportedError(
             f"the checkpoint does not name its optimizer: {optimizer.title}",

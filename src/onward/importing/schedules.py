@@ -68,6 +68,11 @@ def schedule_by_updates(
                 _with_rate(group, own.get(group.parameters[0]) if rate.first is None else rate.first)
                 for group, rate in zip(groups, rates, strict=True)
             ]
+    elif stored is not None and stored.state.get("cycle_momentum"):
+        raise UnsupportedError(
+            "its OneCycleLR changes the momentum, which training models keep constant",
+            hint="train with `OneCycleLR(..., cycle_momentum=False)`",
+        )
     elif stored is not None:
         raise UnsupportedError(
             "the checkpoint does not store the shape of its schedule",

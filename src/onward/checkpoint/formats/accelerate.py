@@ -6,7 +6,7 @@ from pathlib import Path
 
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
-from onward.checkpoint.pytorch.contents import hugging_face_folder, torch_files, write_again
+from onward.checkpoint.pytorch.contents import contents_of, hugging_face_folder, torch_files, write_again
 from onward.checkpoint.pytorch.state_dicts import optimizer_state
 from onward.checkpoint.safetensors_files import MODEL, PYTORCH, write_safetensors
 
@@ -24,7 +24,7 @@ def read(folder: Path) -> Checkpoint:
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a folder that `accelerator.load_state` resumes."""
-    if MODEL not in checkpoint.trees:
+    if checkpoint.format != FORMAT.name or not contents_of(checkpoint.trees)["modules"]:
         write_safetensors(folder / MODEL, checkpoint.tensors, PYTORCH)
     if checkpoint.format == FORMAT.name:
         write_again(checkpoint, folder)

@@ -42,32 +42,41 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def _is_folder(folder: Path) -> bool:
-    """True for a folder with an optimizer in one of its files of `torch.save`, and the model in another file."""
+    """True for a folder with an optimizer in one of its files of `torch.save`, and the model in another file.
+
+    Each may be in a folder below, as those of torchtune are.
+    """
     if not folder.is_dir():
         return False
-    files = [path for path in folder.iterdir() if path.suffix in ENDINGS and is_torch_file(path)]
-    has_others = len(files) > 1 or any(folder.glob("*.safetensors"))
-    return has_others and any(mentions(path, "param_groups") for path in files)
+    folders = [folder, *(path for path in folder.iterdir() if path.is_dir())]
+    files = [path for inner in folders for path in inner.iterdir() if path.suffix in ENDINGS and is_torch_file(path)]
+    models = {path.parent for inner in folders for path in inner.glob("*.safetensors")}
+    states = {path.parent for path in files if mentions(path, "param_groups")}
+    if folder in states:
+        return folder in models or sum(path.parent == folder for path in files) > 1
+    return len(states) == 1 and bool(models) and models.isdisjoint({folder, *states})
 
 
 def _read_folder(folder: Path) -> Checkpoint:
     """Read the files of a script that saves the model, the optimizer and others apart."""
     trees = torch_files(folder)
-    complete = [name for name, tree in trees.items() if {"modules", "optimizers"} <= contents_of({name: tree}).keys()]
+    for inner in () if trees else sorted(path for path in folder.iterdir() if path.is_dir()):
+        trees |= {f"{inner.name}/{name}": tree for name, tree in torch_files(inner).items()}
+    parts = {name: contents_of({name: tree}) for name, tree in trees.items()}
+    complete = [name for name, found in parts.items() if found["modules"] and found["optimizers"]]
     if len(complete) > 1:
         raise UnsupportedError(
             f"`{folder}` holds several checkpoints: {list_names(complete, 4)}",
             hint=f"open one: `{folder / complete[-1]}`",
         )
     facts = {"progress": {name: value for tree in trees.values() for name, value in progress_of(tree).items()}}
-    is_sorted = any(folder.glob("*.safetensors"))  # by name, not in the order of the module
-    return hugging_face_folder(folder, FOLDER.name, FOLDER.title, trees, **facts, keeps_order=not is_sorted)
+    return hugging_face_folder(folder, FOLDER.name, FOLDER.title, trees, **facts)
 
 
 def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the original files with current numbers, or one file."""
     if checkpoint.format == FOLDER.name:
-        if not checkpoint.keeps_order:
+        if not contents_of(checkpoint.trees)["modules"]:
             write_safetensors(folder / MODEL, checkpoint.tensors, PYTORCH)
         write_again(checkpoint, folder)
     else:

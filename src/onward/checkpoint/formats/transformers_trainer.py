@@ -11,7 +11,7 @@ from typing import Any
 from onward.checkpoint.format import Checkpoint, Format
 from onward.checkpoint.pytorch.archive import write_torch_file
 from onward.checkpoint.pytorch.contents import (
-    ADAPTER,
+    contents_of,
     has,
     hugging_face_folder,
     mapping,
@@ -115,7 +115,7 @@ def _words(tree: Mapping[str, Any], arguments: Mapping[str, Any], state: Mapping
 
 def write(checkpoint: Checkpoint, folder: Path) -> None:
     """Write a folder that `trainer.train(resume_from_checkpoint=...)` resumes."""
-    if ADAPTER not in checkpoint.trees:
+    if checkpoint.format != FORMAT.name or not contents_of(checkpoint.trees)["modules"]:
         write_safetensors(folder / MODEL, checkpoint.tensors, PYTORCH)
     if checkpoint.format == FORMAT.name:
         write_again(checkpoint, folder)

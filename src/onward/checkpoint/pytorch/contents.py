@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.archive import is_torch_file, read_torch_file, write_torch_file
 from onward.checkpoint.pytorch.pickle_objects import Name, Object, parts
 from onward.checkpoint.pytorch.state_dicts import (
-    is_optimizer_state,
+    LOOPS,
     is_schedule_state,
     name_of_state,
     optimizer_of,
     schedule_of,
+    state_of_optimizer,
     up_to_date,
 )
 from onward.checkpoint.safetensors_files import (
@@ -80,8 +82,8 @@ def contents_of(trees: Mapping[str, Any] | Sequence[Any]) -> dict[str, dict[str,
     while pending:
         path, tree, depth = pending.pop()
         name = name_of_state(path, len(trees))
-        if is_optimizer_state(tree):
-            contents["optimizers"][name] = tree
+        if (optimizer := state_of_optimizer(tree)) is not None:
+            contents["optimizers"][name] = optimizer
         elif is_schedule_state(tree):
             contents["schedules"][name] = tree
         elif (generator := _generator_of(tree)) is not None:
@@ -94,11 +96,23 @@ def contents_of(trees: Mapping[str, Any] | Sequence[Any]) -> dict[str, dict[str,
             state = dict(module_entries(tree)) if isinstance(tree, Object) else tree
             contents["averages" if AVERAGED in state or OF_AVERAGES.search(name) else "modules"][name] = state
         elif depth and isinstance(tree, Mapping | list | tuple):
+            if len(path) == 1 and (state := _module_beside(tree)):
+                contents["modules"][name] = state
             children = list(tree.items() if isinstance(tree, Mapping) else enumerate(tree))
             pending += [((*path, key), child, depth - 1) for key, child in reversed(children)]
     if not contents["modules"]:
         contents["modules"] = contents.pop("averages", {})
+    for optimizer in contents.get("optimizers", {}).values():
+        _name_parameters(optimizer, contents["modules"].values())
     return contents
+
+
+def _name_parameters(optimizer: Mapping[str, Any], modules: Iterable[Mapping[str, Any]]) -> None:
+    """Name the parameters of a pickled optimizer, which are tensors of a module."""
+    for group in optimizer["param_groups"]:
+        if any(isinstance(parameter, Tensor) for parameter in group.get("param_names") or ()):
+            names = {tensor: name for state in modules for name, tensor in reversed([*state.items()])}
+            group["param_names"] = [names.get(parameter, parameter) for parameter in group["param_names"]]
 
 
 def module_entries(module: Object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -113,8 +127,8 @@ def module_entries(module: Object, prefix: str = "") -> Iterator[tuple[str, Tens
             yield from module_entries(child, f"{prefix}{name}.")
 
 
-OF_AVERAGES = re.compile(r"(?:^|[._])(?:ema|averaged?|swa)(?:$|[._])", re.IGNORECASE)
-"""Names of averaged parameters: `state_dict_ema`, `model_ema`."""
+OF_AVERAGES = re.compile(r"(?:^|[._/])(?:ema|avg|averaged?|swa)(?:$|[._/])", re.IGNORECASE)
+"""Names of averaged parameters: `state_dict_ema`, `model_ema`, `model_avg`."""
 _SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval"}
 """Keys of the state of a `GradScaler`."""
 _LOADER = {"_num_yielded", "_sampler_iter_yielded"}
@@ -135,6 +149,12 @@ def _is_module_state(tree: Any) -> bool:
     )
 
 
+def _module_beside(tree: Any) -> dict[str, Tensor]:
+    """Return tensors with names of parameters that are beside other states, as torchtitan saves them."""
+    items = tree.items() if isinstance(tree, Mapping) else ()
+    return {name: value for name, value in items if "." in str(name) and isinstance(value, Tensor)}
+
+
 def _generator_of(tree: Any) -> str | None:
     """Return the random number generator that a tree is the state of."""
     if isinstance(tree, Tensor) and tree.dtype == np.uint8 and len(tree.shape) == 1:
@@ -146,7 +166,7 @@ def _generator_of(tree: Any) -> str | None:
     return None
 
 
-UPDATES = ("global_step", "global_steps", "step", "iteration")
+UPDATES = ("global_step", "global_steps", "step", "iteration", "iter")
 """Names of the number of updates in frameworks."""
 _COUNTERS = (*UPDATES, "epoch", "max_steps", "num_train_epochs")
 
@@ -204,9 +224,13 @@ def modules_of(checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
     own = checkpoint.tensors.keys()
     if len(states) > 1 and (checkpoint.module in states or any(own == state.keys() for state in states.values())):
         return states
+    tensors = {**next(iter(states.values()), {}), **checkpoint.tensors}
+    words = {name: name.split(".") for name in tensors}
+    alike = itertools.takewhile(lambda row: len({*row}) == 1, zip(*words.values(), strict=False))
+    common = sum(1 for _ in alike)  # such as `module.` of all
     modules: dict[str, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in {**next(iter(states.values()), {}), **checkpoint.tensors}.items():
-        modules[name.partition(".")[0]][name] = tensor
+    for name, tensor in tensors.items():
+        modules[words[name][min(common, len(words[name]) - 1)]][name] = tensor
     return modules
 
 
@@ -246,8 +270,10 @@ def step_of(progress: Mapping[str, Any], optimizers: Sequence[OptimizerState]) -
 
 
 def progress_of(tree: Any) -> dict[str, Any]:
-    counters = tree if isinstance(tree, Mapping) else {}
-    return {name: counters[name] for name in _COUNTERS if isinstance(counters.get(name), int | float)}
+    """Return the counters of a training loop in a tree."""
+    states = [mapping(tree), *(mapping(mapping(tree).get(key)) for key in LOOPS)]
+    found = ({n: state[n] for n in _COUNTERS if isinstance(state.get(n), int | float)} for state in states)
+    return next(filter(None, found), {})
 
 
 def mapping(tree: Any) -> Mapping[str, Any]:
@@ -257,7 +283,7 @@ def mapping(tree: Any) -> Mapping[str, Any]:
 
 ADAPTER = "adapter_model.safetensors"
 """File of PEFT."""
-ENDINGS = (".pt", ".pth", ".bin", ".pkl")
+ENDINGS = (".pt", ".pth", ".bin", ".pkl", ".state", ".th", ".tar")
 
 
 def has(*names: str) -> Callable[[Path], bool]:
@@ -271,6 +297,13 @@ def torch_files(folder: Path) -> dict[str, Any]:
     return {path.name: read_torch_file(path) for path in files}
 
 
+def model_files(folder: Path) -> dict[str, Any]:
+    """Return the tensors of models in a folder by file; those of an index as one file."""
+    if (folder / INDEX).exists():
+        return {MODEL: read_model_folder(folder)}
+    return {path.name: read_safetensors(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
 def write_again(checkpoint: Checkpoint, folder: Path) -> None:
     """Write the files that a checkpoint was read from, with current numbers, and copy its other files."""
     writers: dict[str, Callable[[Path, Any], None]] = {
@@ -278,6 +311,7 @@ def write_again(checkpoint: Checkpoint, folder: Path) -> None:
         ".safetensors": functools.partial(write_safetensors, metadata=PYTORCH),
     }
     for name, tree in up_to_date(checkpoint.trees, checkpoint).items():
+        (folder / name).parent.mkdir(exist_ok=True)
         writers.get(Path(name).suffix, write_torch_file)(folder / name, tree)
     copy_files(checkpoint, folder)
 
@@ -285,7 +319,9 @@ def write_again(checkpoint: Checkpoint, folder: Path) -> None:
 def copy_files(checkpoint: Checkpoint, folder: Path) -> None:
     """Copy other files of a checkpoint, such as those of a tokenizer, that still exist."""
     for name in checkpoint.files:
-        if is_plain_name(name) and (source := checkpoint.path / name).is_file():
+        parts = name.split("/")
+        if len(parts) < 3 and all(map(is_plain_name, parts)) and (source := checkpoint.path / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source, folder / name)
 
 
@@ -298,11 +334,20 @@ def hugging_face_folder(folder: Path, format: str, title: str, trees: Mapping[st
             trees = {**models, **trees}
     for name in (ADAPTER,) if (folder / ADAPTER).is_file() and "tensors" not in facts else ():
         trees = {name: read_safetensors(folder / name), **trees}
+    has_model = "tensors" in facts or bool(contents_of(trees)["modules"])
+    facts.setdefault("keeps_order", "tensors" not in facts and has_model and ADAPTER not in trees)
+    inside = () if has_model else ("", *(path.name for path in sorted(folder.iterdir()) if path.is_dir()))
+    for name in inside:  # files with names of their own, and folders of models
+        tensors = model_files(folder / name)
+        trees = {**{f"{name}/{file}".lstrip("/"): state for file, state in tensors.items()}, **trees}
+        if name and tensors:
+            beside = sorted({path.name for path in (folder / name).iterdir()} - {*tensors, INDEX})
+            facts["files"] = [*facts.get("files", ()), *(f"{name}/{file}" for file in beside)]
     if (folder / "config.json").exists():
         facts["configuration"] = read_json(folder / "config.json")
         trees = {**trees, "config.json": facts["configuration"]}
     read_files = {*trees, INDEX}
-    others = []  # neither tensors of the model, nor a training model that was written beside them
+    others = facts.pop("files", [])  # neither tensors of the model, nor a training model that was written beside them
     for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in read_files):
         is_stored = path.suffix == ".data" and path.with_suffix(".onnx").exists()
         if path.suffix not in (".safetensors", ".onnx") and not is_stored:

@@ -13,7 +13,7 @@ import numpy as np
 
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object
-from onward.errors import UnsupportedError
+from onward.errors import UnsupportedError, warn
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
 from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, SchedulerState
@@ -39,6 +39,65 @@ def is_optimizer_state(tree: Any) -> bool:
     # Optimizers list parameters by number, in distributed checkpoints by name.
     listed = [group.get("params") for group in groups]
     return all(isinstance(params, list) and all(isinstance(x, int | str) for x in params) for params in listed)
+
+
+def state_of_optimizer(tree: Any) -> Mapping[str, Any] | None:
+    """Return the state dict of an optimizer, also of a pickled or a flattened one; None for anything else."""
+    if is_optimizer_state(tree):
+        return tree
+    if _is_flat(tree):
+        return _nested(tree)
+    state = tree.state if isinstance(tree, Object) and isinstance(tree.state, Mapping) else {}
+    if not state.keys() >= {"state", "param_groups", "defaults"}:
+        return None
+    numbers: dict[Any, int] = {}
+    groups = []
+    for group in state["param_groups"]:  # parameters are tensors, equal to those of a module
+        numbers |= {parameter: len(numbers) + at for at, parameter in enumerate(group["params"])}
+        params = [numbers[parameter] for parameter in group["params"]]
+        groups.append({**group, "params": params, "param_names": list(group["params"])})
+    return {"state": {numbers[key]: slots for key, slots in state["state"].items()}, "param_groups": groups}
+
+
+_FLAT = ("state.", "param_groups.")
+
+
+def _is_flat(tree: Any) -> bool:
+    """True for the flattened state of an optimizer: `state.fc.weight.exp_avg`, `param_groups.fc.weight.lr`."""
+    return (
+        isinstance(tree, Mapping)
+        and all(any(str(key).startswith(start) for key in tree) for start in _FLAT)
+        and all(str(key).startswith(_FLAT) for key in tree)
+    )
+
+
+def _nested(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flattened state as the optimizer has it, with a group for equal settings."""
+    parts: dict[str, dict[str, dict[str, Any]]] = {start: {} for start in _FLAT}
+    for key, value in tree.items():
+        start = _FLAT[key.startswith(_FLAT[1])]
+        name, _, last = key.removeprefix(start).rpartition(".")
+        parts[start].setdefault(name, {})[last] = value
+    groups: list[dict[str, Any]] = []
+    for name, settings in parts["param_groups."].items():
+        group = next((group for group in groups if {**settings, "params": group["params"]} == group), None)
+        if group is None:
+            groups.append(group := {**settings, "params": []})
+        group["params"].append(name)
+    return {"state": parts["state."], "param_groups": groups}
+
+
+def _flattened(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{f"state.{name}.{slot}": value for name, slots in tree["state"].items() for slot, value in slots.items()},
+        **{
+            f"param_groups.{name}.{key}": value
+            for group in tree["param_groups"]
+            for name in group["params"]
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        },
+    }
 
 
 def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> OptimizerState:
@@ -91,14 +150,15 @@ def settings_of(spec: Spec, rate: float) -> dict[str, Any]:
 
 
 def is_schedule_state(tree: Any) -> bool:
-    """True for the state of a scheduler of PyTorch, or of mmengine."""
+    """True for the state of a scheduler of PyTorch, of mmengine or of timm."""
     if not isinstance(tree, Mapping):
         return False
-    return ("_last_lr" in tree and ("last_epoch" in tree or "_schedulers" in tree)) or tree.keys() >= _OF_MMENGINE
+    return ("_last_lr" in tree and ("last_epoch" in tree or "_schedulers" in tree)) or _is_foreign(tree)
 
 
-_OF_MMENGINE = {"param_name", "base_values", "last_step"}
-"""Keys of the state of a scheduler of mmengine, whose class is not stored."""
+def _is_foreign(tree: Mapping[str, Any]) -> bool:
+    """True for the state of a scheduler of mmengine or timm, whose class is not stored."""
+    return tree.keys() >= {"param_name", "base_values", "last_step"} or tree.keys() >= {"param_group_field", "metric"}
 
 
 def schedule_of(state: Attributes, group: Attributes | None = None) -> SchedulerState:
@@ -152,9 +212,9 @@ def advance_state(state: Mapping[str, Any], rates: Sequence[float], position: in
     """Return the state of a scheduler at another position with the rates of the groups there."""
     if state.get("last_epoch") == position:
         return dict(state)
-    if state.keys() >= _OF_MMENGINE:
+    if _is_foreign(state):
         raise UnsupportedError(
-            "schedulers of mmengine cannot be advanced",
+            "schedulers of mmengine and timm cannot be advanced",
             hint="write weights and optimizer for another loop: `--to lightning`",
         )
     advanced = dict(state)
@@ -269,6 +329,8 @@ def without_copies(slots: Mapping[str, Any], weight: Tensor | None) -> dict[str,
     return {slot: value for slot, value in slots.items() if slot != MASTER or not is_copy}
 
 
+LOOPS = ("trainer", "train_state", "trainer_state", "meta", "progress")
+"""Keys of the counters of a training loop, if these are not at the top."""
 _LEVELS = 4
 """Levels of a tree that `contents_of` searches; the entries of a module may be one level deeper."""
 
@@ -303,6 +365,13 @@ class _Renewal(NamedTuple):
     def renew(self, tree: Any, path: tuple[Any, ...]) -> Any:
         if len(path) > _LEVELS:
             return tree
+        if _is_flat(tree):
+            flat = _flattened(optimizer_state(next(self.optimizers), by_name=True))
+            return {key: flat.get(key, value) for key, value in tree.items()}
+        if isinstance(tree, Object) and (before := state_of_optimizer(tree)) is not None:
+            warn(f"the pickled optimizer `{tree.of}` is written as its `state_dict()`")
+            groups = [{k: v for k, v in group.items() if k != "param_names"} for group in before["param_groups"]]
+            tree = {**before, "param_groups": groups}
         if is_optimizer_state(tree):
             new_state = optimizer_state(next(self.optimizers))
             groups = [
@@ -319,7 +388,7 @@ class _Renewal(NamedTuple):
                 key: advance_counter(key, self.renew(value, (*path, key)), self._updates_of(path, key))
                 for key, value in tree.items()
             }
-            if len(path) == 1:
+            if len(path) == 1 or (len(path) == 2 and path[1] in LOOPS):
                 inside |= {key: value for key, value in self.now.progress.items() if key in tree}
             if isinstance(tree, Attributed):
                 inside = Attributed(inside)
@@ -332,7 +401,7 @@ class _Renewal(NamedTuple):
     def _updates_of(self, path: tuple[Any, ...], key: Any) -> int:
         """Return the updates that the module at a path made since; other modules made none."""
         module = self.now.module
-        is_own = module in ("", name_of_state(path, self.files)) or str(key).startswith(f"{module}.")
+        is_own = module in ("", name_of_state(path, self.files)) or f".{module}." in f".{key}"
         return self.now.since if is_own else 0
 
 
