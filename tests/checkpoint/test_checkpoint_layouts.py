@@ -6,6 +6,7 @@ Runtime trained is written back and equal to what PyTorch saves then.
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import struct
@@ -157,6 +158,19 @@ def test_weights_alone_start_a_run(form: str, models: dict[type, onward.Model], 
     )
     expected = F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
     np.testing.assert_allclose(next(row["loss"] for row in run.read_log() if "loss" in row), float(expected), rtol=1e-6)
+
+
+def test_a_pickled_module_trains_when_it_is_loaded(models: dict[type, onward.Model], tmp_path: Path) -> None:
+    module = Language()
+    train(module, optimizer := momentum(module), 1)
+    torch.save({"model": module, "optimizer": optimizer.state_dict()}, tmp_path / "ckpt.pt")
+    with pytest.warns(UserWarning, match="taken as none"):
+        training = onward.from_checkpoint(tmp_path / "ckpt.pt", models[Language], loss="cross_entropy:axis=-1")
+    onward.to_checkpoint(training, tmp_path / "after.pt", format="torch")
+    after = torch.load(tmp_path / "after.pt", weights_only=False)["model"]
+    assert after.wte.weight is after.lm_head.weight
+    (after_optimizer := momentum(after)).load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(after, after_optimizer, 2) == train(module, optimizer, 2)
 
 
 def test_weights_of_another_model_are_refused(models: dict[type, onward.Model], tmp_path: Path) -> None:

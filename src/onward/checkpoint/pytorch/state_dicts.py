@@ -343,7 +343,7 @@ def name_of_state(path: Sequence[Any], files: int) -> str:
 
 def up_to_date(trees: Mapping[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the trees of a checkpoint with current optimizers, schedules and counters."""
-    renewal = _Renewal(checkpoint, len(trees), iter(checkpoint.optimizers), iter(checkpoint.schedules))
+    renewal = _Renewal(checkpoint, len(trees), iter(checkpoint.optimizers), iter(checkpoint.schedules), {})
     return {name: renewal.renew(tree, (name,)) for name, tree in trees.items()}
 
 
@@ -361,6 +361,8 @@ class _Renewal(NamedTuple):
     files: int
     optimizers: Iterator[OptimizerState]
     schedules: Iterator[Any]
+    parameters: dict[int, Object]
+    """Parameters of pickled modules, by the identity of their tensors."""
 
     def renew(self, tree: Any, path: tuple[Any, ...]) -> Any:
         if len(path) > _LEVELS:
@@ -396,7 +398,7 @@ class _Renewal(NamedTuple):
             return inside
         if isinstance(tree, list | tuple):
             return type(tree)([self.renew(item, (*path, at)) for at, item in enumerate(tree)])
-        return _renew_module(tree, self._updates_of(path, "")) if isinstance(tree, Object) else tree
+        return _renew_module(tree, self._updates_of(path, ""), self.parameters) if isinstance(tree, Object) else tree
 
     def _updates_of(self, path: tuple[Any, ...], key: Any) -> int:
         """Return the updates that the module at a path made since; other modules made none."""
@@ -405,14 +407,24 @@ class _Renewal(NamedTuple):
         return self.now.since if is_own else 0
 
 
-def _renew_module(tree: Any, by: int) -> Any:
-    """Return a pickled module with current counters; anything else unchanged."""
-    if not by or not isinstance(tree, Object) or not isinstance(tree.state, Mapping) or "_modules" not in tree.state:
+def _renew_module(tree: Object, by: int, parameters: dict[int, Object]) -> Object:
+    """Return a pickled module with current counters and with parameters, which the reader has as tensors."""
+    if not isinstance(tree.state, Mapping) or "_modules" not in tree.state:
         return tree
-    state = {
-        **tree.state,
-        "_modules": {name: _renew_module(child, by) for name, child in tree.state["_modules"].items()},
+    inner = {
+        name: _renew_module(child, by, parameters) if isinstance(child, Object) else child
+        for name, child in tree.state["_modules"].items()
     }
+    own = {name: _parameter(tensor, parameters) for name, tensor in tree.state["_parameters"].items()}
+    state = {**tree.state, "_parameters": own, "_modules": inner}
     if isinstance(buffers := state.get("_buffers"), Mapping):
         state["_buffers"] = {name: advance_counter(name, buffer, by) for name, buffer in buffers.items()}
     return dataclasses.replace(tree, state=state)
+
+
+def _parameter(tensor: Any, parameters: dict[int, Object]) -> Any:
+    """Return the call that makes a parameter, one for a tensor of several names."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    call = Object(Name("torch._utils", "_rebuild_parameter"), (tensor, True, Attributed()))
+    return parameters.setdefault(id(tensor), call)
