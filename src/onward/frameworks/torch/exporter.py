@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import copy
+import io
 import logging
 import re
 import sys
@@ -51,10 +52,36 @@ def explain(error: Exception, subject: str = "the module") -> UnsupportedError:
             f"the forward pass branches on values of tensors ({line or first_line(error)}), which a graph cannot",
             hint="choose by `torch.where`, or write both branches with `torch.cond`",
         )
+    where = f" ({line})" if line else ""
+    if names := [match[1] for cause in causes for match in _MISSING.finditer(str(cause))]:
+        return UnsupportedError(
+            f"ONNX has no operators for `{names[0]}` of PyTorch, which {subject} calls",
+            hint="compute it by other operations, or outside of the module, and pass it as an input",
+        )
+    unwritten = next((cause for cause in causes if isinstance(cause, NotImplementedError) and _is_ours(cause)), None)
+    if unwritten is not None:
+        return UnsupportedError(
+            f"{subject} calls {unwritten}, which is not carried over", hint="compute it by other operations"
+        )
+    if raised := next((cause for cause in causes if _is_users(traceback.extract_tb(cause.__traceback__)[-1].filename)), None):
+        return UnsupportedError(
+            f"{subject} fails while it is traced, where sizes are symbols: {first_line(raised)}{where}",
+            hint="fix all sizes: `dynamic_shapes={}`; and let no Python code depend on values of tensors",
+        )
     return UnsupportedError(
-        f"PyTorch cannot export {subject}: {first_line(causes[-1])}" + (f" ({line})" if line else ""),
-        hint="see `torch.onnx.export(module, example_inputs, dynamo=True, optimize=False)`",
+        f"PyTorch cannot trace {subject}" + (f" at this line: {line}" if line else ""),
+        hint="fix all sizes: `dynamic_shapes={}`; see PyTorch's own message: "
+        "`torch.onnx.export(module, example_inputs, dynamo=True, optimize=False)`",
     )
+
+
+_MISSING = re.compile(r"No ONNX function found for <OpOverload\(op='([\w.]+)'")
+
+
+def _is_ours(error: BaseException) -> bool:
+    """True if a translation of Onward raised an error."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(last.filename).is_relative_to(_PACKAGES[1])
 
 
 def _causes(error: BaseException) -> list[BaseException]:
@@ -301,10 +328,57 @@ def export(
 
 
 def _trace(flat: Flat, dims: tuple[Any, ...]) -> tuple[torch.export.ExportedProgram, list[str]]:
-    """Trace a module. Return also the lines that branch on values of tensors, where the example decides."""
+    """Trace a module. Return also the lines that branch on values of tensors, where the example decides.
+
+    Models of transformers compute other masks when they are traced, with which some of them fail.
+    """
+    try:
+        return _trace_with_example(flat, dims)
+    except Exception as error:
+        if not any(type(layer).__module__.startswith("transformers.") for layer in flat.modules()):
+            raise
+        failure = error
+    try:
+        with _untraced():
+            return _trace_with_example(flat, dims)
+    except Exception as error:
+        failure = error if _depends_on_values(error) else failure
+    raise failure
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Let modules of transformers compute what they do when they are not traced."""
+    with contextlib.ExitStack() as stack:
+        for module in [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]:
+            for name in _ASKS & vars(module).keys():
+                stack.enter_context(unittest.mock.patch.object(module, name, lambda *_: False))
+        yield
+
+
+_ASKS = {"is_torchdynamo_compiling", "is_torchdynamo_exporting", "is_tracing"}
+
+
+def _to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Return a module that has this type and device already. The exporter cannot replace its tensors by themselves."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    tensors = [x for x in (*module.parameters(), *module.buffers()) if x.is_floating_point()]
+    if all(dtype in (None, x.dtype) and device in (None, x.device) for x in tensors):
+        return module
+    return _MODULE_TO(module, *args, **kwargs)
+
+
+_MODULE_TO = torch.nn.Module.to
+
+
+def _trace_with_example(flat: Flat, dims: tuple[Any, ...]) -> tuple[torch.export.ExportedProgram, list[str]]:
+    """Trace a module; the example decides where it branches on values of tensors."""
 
     def trace(readings: Readings | None = None) -> torch.export.ExportedProgram:
-        with Traceable(readings), symbolic_lengths(), traceable_sequences(), _own_derivatives():
+        # PyTorch prints graphs that it cannot complete.
+        silence = contextlib.redirect_stderr(io.StringIO())
+        moves = unittest.mock.patch.object(torch.nn.Module, "to", _to)
+        with silence, moves, Traceable(readings), symbolic_lengths(), traceable_sequences(), _own_derivatives():
             return torch.export.export(flat, tuple(flat.inputs.values()), dynamic_shapes=(dims,), strict=False)
 
     try:
