@@ -7,47 +7,32 @@ Built-in data sets become random arrays, and modules for plots do nothing. Print
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import runpy
 import sys
-import time
-import traceback
 import types
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest import mock
 
 SCRIPT = Path(sys.argv[1]).resolve()
 SOURCE = SCRIPT.read_text(encoding="utf-8")
 if backend := re.search(r"""os\.environ\[["']KERAS_BACKEND["']\]\s*=\s*["'](\w+)["']""", SOURCE):
     os.environ["KERAS_BACKEND"] = backend[1]
 os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "0", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "zoo"))
 sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._meta_registrations")
 
 import onward.frameworks.keras  # noqa: F401, E402, I001  (before Keras, which would print more)
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
-import side_keras  # noqa: E402
-from side_keras import Objects  # noqa: E402
+from script import Reached, Skipped, finish, outcome_of, replace_plots, tried  # noqa: E402
 
-from zoo import EXACT, compare_routes  # noqa: E402
+import side_keras  # noqa: E402
 
 SAMPLES = (50_000, 10_000) if "--whole" in sys.argv else (1_000, 200)
 """For training and for tests. Some scripts cut parts of the whole data set."""
 ROWS = 8
 """Of the batch."""
 ROUTES = ("onnxruntime", "torch")
-
-
-class Skipped(BaseException):
-    """The script needs what cannot be had here."""
-
-
-class Reached(BaseException):
-    """The first `fit` of the script."""
 
 
 def images(size: tuple[int, ...], classes: int, column: bool) -> Any:
@@ -108,18 +93,6 @@ def replace_data() -> None:
         module.file_utils.get_file = unreachable
 
 
-def replace_plots() -> None:
-    names = ("matplotlib", "seaborn", "IPython", "PIL", "cv2", "imageio", "pydot", "graphviz", "plotly")
-    for name in names:
-        try:
-            __import__(name)
-        except ImportError:
-            sys.modules[name] = mock.MagicMock()
-            for inner in ("pyplot", "display", "image", "cm", "colors", "gridspec", "mpl_toolkits", "express"):
-                sys.modules[f"{name}.{inner}"] = mock.MagicMock()
-    keras.utils.plot_model = lambda *_, **__: None
-
-
 def first_batch(model: Any, x: Any, y: Any, size: int | None) -> tuple[Any, Any]:
     """Return a small batch, or one of the script's size if the model takes no other."""
     if hasattr(x, "element_spec"):
@@ -161,49 +134,20 @@ def intercept() -> tuple[Any, Any]:
     return originals
 
 
-def tried(model: Any, x: Any, y: Any) -> dict[str, Any]:
-    begun, options = time.time(), {}
-
-    def run() -> Any:
-        try:
-            return side_keras.run(Objects(model, x, y, options=options))
-        except Exception:
-            traceback.print_exc()
-            raise
-
-    outcomes = compare_routes(run, ROUTES)
-    if "`approx=True`" in outcomes.get("capture", ("", ""))[1]:
-        options["approx"] = True
-        outcomes = compare_routes(run, ROUTES)
-    bad = {route: ": ".join(outcome) for route, outcome in outcomes.items() if outcome[0] != EXACT}
-    kind = "exact" if not bad else next(iter(outcomes[route][0] for route in bad))
-    return {"outcome": kind, "reason": bad, "seconds": round(time.time() - begun, 1), **options}
-
-
 def main() -> dict[str, Any]:
     replace_plots()
+    keras.utils.plot_model = lambda *_, **__: None
     replace_data()
     originals = intercept()
     os.chdir(os.environ.get("TMPDIR", "/tmp"))
-    begun = time.time()
-    try:
-        sys.argv = [str(SCRIPT)]
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    except Reached as reached:
+
+    def reached(model: Any, x: Any, y: Any) -> dict[str, Any]:
         keras.Model.fit, keras.Model.train_on_batch = originals
-        print(f"fit after {time.time() - begun:.0f} s", file=sys.stderr)
-        return tried(*reached.args)
-    except Skipped as reason:
-        return {"outcome": "skipped", "reason": str(reason)}
-    except ImportError as error:
-        return {"outcome": "skipped", "reason": f"imports {error.name}"}
-    except BaseException as error:
-        traceback.print_exc()
-        return {"outcome": "skipped", "reason": f"fails before: {type(error).__name__}: {str(error)[:200]}"}
-    return {"outcome": "skipped", "reason": "calls no `fit`"}
+        options: dict[str, Any] = {}
+        return tried(lambda: side_keras.run(side_keras.Objects(model, x, y, options=options)), ROUTES, options)
+
+    return outcome_of(SCRIPT, [], "fit", reached)
 
 
 if __name__ == "__main__":
-    result = main()
-    print("\n" + json.dumps(result), flush=True)
-    os._exit(0)  # threads of data pipelines go on
+    finish(main())

@@ -31,7 +31,8 @@ from onward.recipe.spec import ANY, OF_SCHEDULES, check_options, checked_number,
 DOUBLE = ir.DataType.DOUBLE
 EXAMPLE_LENGTH = 100
 """Length of a schedule in hints, which `train` replaces by the updates of its run."""
-Numbers = dict[str, Any]  # float, or list[float] for milestones
+Numbers = dict[str, Any]  # float, or list[float] for `LISTS`
+LISTS = ("milestones", "factors")
 Choices = dict[str, str | bool]
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
@@ -110,6 +111,20 @@ def warmup_schedule(op: Builder, lr: Expr, step: Expr, steps: Expr, start_factor
     """rate = lr * (start_factor + (1 - start_factor) * min(step / steps, 1))"""
     p = _progress(op, step, steps)
     return lr * (start_factor * (1.0 - p) + p)
+
+
+@function("rate")
+def table_schedule(op: Builder, lr: Expr, step: Expr, factors: Expr) -> Expr:
+    """rate = lr * factors[min(step, length - 1)]"""
+    last = op.Shape(factors) - 1
+    return lr * op.Squeeze(op.Gather(factors, op.Min(op.Cast(_double(op, step), to=ir.DataType.INT64), last)))
+
+
+@function("rate")
+def cycle_schedule(op: Builder, lr: Expr, step: Expr, factors: Expr) -> Expr:
+    """rate = lr * factors[step modulo length]"""
+    position = op.Mod(op.Cast(_double(op, step), to=ir.DataType.INT64), op.Shape(factors))
+    return lr * op.Squeeze(op.Gather(factors, position))
 
 
 @functools.cache
@@ -228,7 +243,7 @@ class Schedule:
             raise RecipeError(
                 f"schedule `{self.name}` needs `{name}`", hint=f"write `{self.name}:{name}={EXAMPLE_LENGTH}`"
             )
-        if name == "milestones":
+        if name in LISTS:
             return [self._scalar(name, item) for item in (value if isinstance(value, Sequence) else [value])]
         return self._scalar(name, value)
 
@@ -308,6 +323,13 @@ _add(
     "lr / sqrt(1 + step / timescale) (default timescale: `warmup`)",
     lambda: inverse_sqrt_schedule,
     timescale=None,
+)
+_add(
+    "table",
+    "lr, times a factor of each step; then the last factor stays, or they `repeat`",
+    lambda after: table_schedule if after == "stay" else cycle_schedule,
+    factors=None,
+    after=("stay", "repeat"),
 )
 _add("warmup", "a straight line from lr * start_factor up to lr", lambda: warmup_schedule, steps=None, start_factor=0.0)
 

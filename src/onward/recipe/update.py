@@ -135,7 +135,8 @@ class UpdateBuilder:
             base = self.builder.hyper(f"{group.name}/lr", group.optimizer.values["lr"], group.name)
             rates[group.name] = (self._apply_schedule(op, base, schedules) if schedules else base).value
         if schedules:
-            self.builder.fact("lr_scheduler", [{"name": spec.name, **spec.options} for spec in schedules])
+            facts = [spec.without("factors") for spec in schedules]  # which may be thousands, and are in the graph
+            self.builder.fact("lr_scheduler", [{"name": spec.name, **spec.options} for spec in facts])
         for i, (name, value) in enumerate(rates.items()):
             self.builder.metric("lr" if i == 0 else f"{name}/lr/now", op.Identity(value))
         return rates

@@ -150,12 +150,10 @@ def _scaler(step: Step) -> dict[str, Any]:
 
 
 def current(step: Step, name: str) -> Setting:
-    """Return the number of an initializer by its name, or by that name made unique."""
+    """Return the number or numbers of an initializer by its name, or by that name made unique."""
     initializers = step.algorithm.initializers
-    if name in initializers:
-        return number(initializers[name])
     alike = (value for other, value in initializers.items() if other.startswith(name) and base_name(other) == name)
-    return number(next(alike, None))
+    return number(initializers[name] if name in initializers else next(alike, None), longest=math.inf)
 
 
 # ---- groups of parameters --------------------------------------------------------------------------------------------
@@ -384,10 +382,10 @@ def _part(op: Builder, section: Spec) -> SchedulePart:
 _LONGEST_LIST = 64
 
 
-def number(value: ir.Value | None) -> Setting:
+def number(value: ir.Value | None, longest: float = _LONGEST_LIST) -> Setting:
     """Return the number of a small initializer or constant; None for others."""
     tensor = constant_tensor(value)
-    if tensor is None or tensor.size > _LONGEST_LIST or tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
+    if tensor is None or tensor.size > longest or tensor.dtype in (ir.DataType.STRING, ir.DataType.UNDEFINED):
         return None
     array = np.asarray(tensor.numpy())
     return plain(array.reshape(-1)[0].item() if array.size == 1 else array.tolist())

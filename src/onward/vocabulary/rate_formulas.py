@@ -125,6 +125,10 @@ def inverse_sqrt(lr: float, step: float, timescale: float) -> float:
     return lr / math.sqrt(1 + step / timescale)
 
 
+def table(lr: float, step: float, factors: list[float], after: str) -> float:
+    return lr * factors[int(step) % len(factors) if after == "repeat" else min(int(step), len(factors) - 1)]
+
+
 RATES: dict[str, Callable[..., float]] = {
     "constant": constant,
     "step": in_steps,
@@ -136,6 +140,7 @@ RATES: dict[str, Callable[..., float]] = {
     "cosine_restarts": cosine_restarts,
     "one_cycle": one_cycle,
     "inverse_sqrt": inverse_sqrt,
+    "table": table,
     "warmup": warming_up,
 }
 

@@ -144,7 +144,6 @@ REFUSED_SCHEDULERS = {
         "it depends on a metric that a training model does not compute",
         "leave `scheduler` out, and set the rate in the file: `training.set('group0/lr', 1e-4)`",
     ),
-    "CyclicLR": ("training models have no such cycles", "use CosineAnnealingWarmRestarts or OneCycleLR"),
 }
 """Class of torch.optim.lr_scheduler -> problem and hint."""
 

@@ -49,6 +49,7 @@ class Flat(nn.Module):  # type: ignore[misc]
         self.inputs: dict[str, torch.Tensor] = {}
         for index in self._positions:
             path, tensor = leaves[index]
+            tensor = tensor if tensor.layout is torch.strided else tensor.to_dense()  # graphs have no sparse inputs
             name = _join_path((names[path[:2]], *path[2:]))
             if any(tensor is other for other in self.inputs.values()):
                 tensor = tensor.clone()  # the exporter would merge the two inputs

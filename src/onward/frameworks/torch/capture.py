@@ -17,8 +17,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from onward.arguments import checked
 from onward.engines.torch.types import to_array
-from onward.errors import UnknownNameError, UnsupportedError, list_names
+from onward.errors import UnknownNameError, UnsupportedError, list_names, warn
 from onward.frameworks.torch.exact import MasterWeights
+from onward.frameworks.torch.exporter import FixedSizeError
 from onward.frameworks.torch.loss import ROWS, Summand, read_objective, summands, trace_loss
 from onward.frameworks.torch.module import OnnxModule
 from onward.frameworks.torch.module_capture import (
@@ -84,7 +85,7 @@ def from_torch(
       or its decay, to begin with the current parameters
     - `scaler`: `torch.amp.GradScaler` of the loop
     - `dynamic_shapes`: argument -> axis -> name of axes of any size (default: the first axis of all
-      tensors)
+      tensors, or none if the module or the loss fixes one)
     - `probe`: run three steps on both sides with the example, and compare
     """
     module, optimizer, scheduler = unwrap_module(module), bare_optimizer(optimizer), bare_scheduler(scheduler)
@@ -100,7 +101,13 @@ def from_torch(
     if isinstance(native.module, OnnxModule):
         native.module.sync_batch_norm(False)  # other processes do not make the steps that are compared
     _freeze_others(native)
-    run = _read(native, example_inputs, dynamic_shapes, updates)
+    try:
+        run = _read(native, example_inputs, dynamic_shapes, updates)
+    except FixedSizeError as error:
+        if dynamic_shapes is not None:
+            raise
+        warn(f"{error.message}: the training model takes the sizes of the example")
+        run = _read(native, example_inputs, {}, updates)
     if probe:
         probe_native(native, run, example_inputs)
     around = _Around.of(accumulate, ema, scaler, run.parameters)

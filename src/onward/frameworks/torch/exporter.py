@@ -37,6 +37,10 @@ from onward.lowering.runtime import widen_node
 from onward.model import Model
 
 
+class FixedSizeError(UnsupportedError):
+    """An axis of any size that can have one size only, other than 1."""
+
+
 def explain(error: Exception, subject: str = "the module") -> UnsupportedError:
     """Return an error that suggests what to do about a failure of the exporter."""
     causes = _causes(error)
@@ -600,7 +604,7 @@ def _check_axes(model: Model, axes: Mapping[str, Mapping[int, Any]], what: str, 
     fixed = [(name, axis, size) for name, axis, size, _ in named if isinstance(size, int)]
     if fixed and (all_must_vary or len(fixed) == len(named)):
         name, axis, size = fixed[0]
-        raise UnsupportedError(
+        raise (UnsupportedError if size == 1 else FixedSizeError)(
             f"{what} takes `{name}` only with a size of {size} along axis {axis}",
             hint="use an example in which it is at least 2, or fix all sizes: `dynamic_shapes={}`",
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from onward.build import Names
 from onward.errors import DataError, UnsupportedError, list_names
@@ -293,6 +294,12 @@ def trace_loss(summand: Summand, module: nn.Module, example_inputs: Any, model: 
         return summand.loss.graph.to_model()
     if not callable(summand.loss):
         raise UnsupportedError(f"the loss {name} is not a function", hint="pass `nn.MSELoss()`, or a function")
+    layers = summand.loss.modules() if isinstance(summand.loss, nn.Module) else ()
+    if switched := [layer for layer in layers if isinstance(layer, _BatchNorm) and layer.training]:
+        raise UnsupportedError(
+            f"the loss {name} has a {type(switched[0]).__name__}, whose statistics a loss cannot hold",
+            hint="return the loss from the module, and name that output: `loss='output'`",
+        )
     forward = Flat(copy.deepcopy(module), example_inputs)
     with torch.no_grad(), torch.random.fork_rng():
         result = forward.result(*forward.inputs.values())

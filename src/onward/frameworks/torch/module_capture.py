@@ -169,12 +169,22 @@ def _switch(model: Model, module: nn.Module) -> None:
     for node in list(model.graph.all_nodes()):
         if node.op_type == "Dropout":
             node.resize_inputs(2)
-        elif node.op_type == "BatchNormalization" and (mean := node.inputs[3]) is not None and mean.is_initializer():
-            scale = node.inputs[1]
+        elif node.op_type == "BatchNormalization":
+            for i in (3, 4):  # a second call of a layer reads a copy of its statistics, in place of updated ones
+                if (copied := _producer(node.inputs[i], "Identity")) is not None:
+                    node.replace_input_with(i, copied.inputs[0])
+            scale, mean = node.inputs[1], node.inputs[3]
+            if mean is None or not mean.is_initializer():
+                continue
             if mean.name not in running:
                 _behind_identity(node, 3, 4)
             elif scale is not None and scale.name in frozen:
                 _behind_identity(node, 1)
+
+
+def _producer(value: ir.Value | None, operator: str) -> ir.Node | None:
+    node = value.producer() if value is not None else None
+    return node if node is not None and node.op_type == operator else None
 
 
 def _behind_identity(node: ir.Node, *indices: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -11,10 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from onward.errors import RecipeError
+from onward.errors import RecipeError, warn
 from onward.recipe.spec import Spec
 from onward.run_state.problems import Problems
 from onward.run_state.state import RunState
@@ -129,7 +133,14 @@ def read_schedule(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
     groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
     key = "max_lr" if isinstance(scheduler, lr_scheduler.OneCycleLR) else "initial_lr"
     base_rates = [float(group.get(key, group["lr"])) for group in groups]
-    pieces = _Reader(problems, base_rates).pieces(scheduler)
+    counter: Any = scheduler
+    while isinstance(counter, lr_scheduler.ChainedScheduler):
+        counter = counter._schedulers[0]
+    position = int(counter.last_epoch)
+    try:
+        pieces = _Reader(problems, base_rates).pieces(scheduler)
+    except _UnknownError:
+        pieces = _table(scheduler, position, base_rates, problems)
     problems.refuse()
     schedules: list[dict[str, Any]] = []
     try:
@@ -137,10 +148,6 @@ def read_schedule(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
     except RecipeError as error:
         problems.add(error.message, error.hint or "use other numbers")
     problems.refuse()
-    counter: Any = scheduler
-    while isinstance(counter, lr_scheduler.ChainedScheduler):
-        counter = counter._schedulers[0]
-    position = int(counter.last_epoch)
     for base, group in zip(base_rates, groups, strict=True):
         expected, actual = Factor(base, schedules).rate(position), float(group["lr"])
         if not math.isclose(expected, actual, rel_tol=1e-6, abs_tol=1e-6 * base):
@@ -148,6 +155,10 @@ def read_schedule(scheduler: LRScheduler, every: int = 1) -> ReadSchedule:
             problems.add(f"{problem} after {position} steps", "change the scheduler instead of the learning rate")
     problems.refuse()
     return ReadSchedule(in_words(pieces, every), base_rates, position, every)
+
+
+class _UnknownError(Exception):
+    """The formula of a scheduler is unknown."""
 
 
 class _Reader:
@@ -174,18 +185,13 @@ class _Reader:
             return self._one_cycle(scheduler)
         if scheduler_class is lr_scheduler.MultiplicativeLR:
             return self._multiplicative(scheduler)
-        problem = f"the formula of the class `{scheduler_class.__qualname__}` is unknown"
-        self._problems.add(problem, "use one of torch.optim.lr_scheduler")
-        return []
+        raise _UnknownError
 
     def _sequence(self, scheduler: Any) -> Pieces:
-        for inner in scheduler._schedulers:
-            if isinstance(inner, lr_scheduler.OneCycleLR):
-                problem = "OneCycleLR in a sequence changes the rates of the schedulers before it"
-                self._problems.add(problem, "use OneCycleLR as the only scheduler")
-            if isinstance(inner, lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler):
-                problem = f"{type(inner).__name__} in a sequence miscounts its steps in PyTorch"
-                self._problems.add(problem, "put all schedulers into one SequentialLR")
+        # OneCycleLR changes the rates of the schedulers before it, and sequences in a sequence miscount their steps.
+        strange = lr_scheduler.OneCycleLR | lr_scheduler.SequentialLR | lr_scheduler.ChainedScheduler
+        if any(isinstance(inner, strange) for inner in scheduler._schedulers):
+            raise _UnknownError
         return in_sequence([self.pieces(inner) for inner in scheduler._schedulers], scheduler._milestones)
 
     def _chain(self, scheduler: Any) -> Pieces:
@@ -201,8 +207,7 @@ class _Reader:
         if len(specs) == len(moving) and names == {"multistep"} and len(set(gammas)) == 1:
             milestones = sorted(milestone for spec in specs for milestone in spec.options["milestones"])
             return [(Spec("multistep", {"milestones": milestones, "gamma": gammas[0]}), FOREVER)]
-        self._problems.add("its rate is a product of schedules", "use SequentialLR, or a single scheduler")
-        return []
+        raise _UnknownError
 
     def _lambda(self, scheduler: Any) -> Pieces:
         functions = scheduler.lr_lambdas
@@ -213,23 +218,79 @@ class _Reader:
         )
         pieces = read_lambda(functions[0], self._base_rates) if are_equal else None
         if pieces is None:
-            problem = "its function is unknown" if are_equal else "its groups have different functions"
-            self._problems.add(problem, "use one of torch.optim.lr_scheduler, or `transformers.get_scheduler`")
-        return pieces or []
+            raise _UnknownError
+        return pieces
 
     def _multiplicative(self, scheduler: Any) -> Pieces:
         """Return an exponential, if the factor is the same at all steps and for all groups."""
         factors = {function(step) for function in scheduler.lr_lambdas for step in _steps_to_compare()}
         if len(factors) == 1:
             return [(Spec("exponential", {"gamma": float(factors.pop())}), FOREVER)]
-        self._problems.add("its factor changes", "use StepLR, MultiStepLR or SequentialLR")
-        return []
+        raise _UnknownError
 
     def _one_cycle(self, scheduler: Any) -> Pieces:
         if scheduler.cycle_momentum:
-            problem = "it changes the momentum, which is constant in a training model"
-            self._problems.add(problem, "set `cycle_momentum=False`")
+            raise _UnknownError
         return one_cycle(vars(scheduler), scheduler.optimizer.param_groups[0])
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+_TABULATED = 10_000
+"""Steps of a scheduler with an unknown formula that are tabulated."""
+
+
+def _table(scheduler: Any, position: int, base_rates: Sequence[float], problems: Problems) -> Pieces:
+    """Return the factors of a scheduler step by step: of a period, or of as many steps as are tabulated."""
+    rates, changed = _future_rates(scheduler)
+    if changed:
+        problem = f"it changes `{changed[0]}`, which is constant in a training model"
+        problems.add(problem, "set `cycle_momentum=False`, or change the learning rate only")
+    factors = rates / np.where(base_rates, base_rates, 1.0)
+    if not np.allclose(factors, factors[:, :1], rtol=1e-9, atol=0):
+        problems.add("its groups have different factors", "use one function for all groups")
+    column = factors[:, 0]
+    period = _period(column)
+    last = int(np.flatnonzero(column != column[-1]).max(initial=-1)) + 2
+    after = f"repeats its {period:,} rates" if period else f"keeps its last rate after {len(column):,} steps"
+    warn(f"{type(scheduler).__name__} is tabulated: it {after}")
+    if period:
+        return [(Spec("table", {"factors": np.roll(column[:period], position).tolist(), "after": "repeat"}), FOREVER)]
+    past = [float(column[0])] * position
+    if isinstance(scheduler, lr_scheduler.LambdaLR):
+        past = [float(scheduler.lr_lambdas[0](step)) for step in range(position)]
+    return [(Spec("table", {"factors": [*past, *column[:last].tolist()]}), FOREVER)]
+
+
+def _future_rates(scheduler: Any) -> tuple[np.ndarray, list[str]]:
+    """Return the rates of a copy for each step and group, and the names of other settings that it changes."""
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    optimizer.param_groups = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        for group in scheduler.optimizer.param_groups
+    ]
+    twin = copy.deepcopy(scheduler, {id(scheduler.optimizer): optimizer})
+    settings = [key for key in scheduler.optimizer.defaults if key != "lr"]
+    before = [[group.get(key) for key in settings] for group in optimizer.param_groups]
+    rates, changed = [], []
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # OneCycleLR and others end by an error
+        warnings.simplefilter("ignore")
+        for _ in range(_TABULATED):
+            rates.append([float(group["lr"]) for group in optimizer.param_groups])
+            for old, group in zip(before, optimizer.param_groups, strict=True):
+                changed += [key for key, value in zip(settings, old, strict=True) if group.get(key) != value]
+            if changed:
+                break
+            twin.step()
+    return np.array(rates), changed
+
+
+def _period(factors: np.ndarray) -> int | None:
+    """Return the shortest period of factors that are not constant at the end."""
+    starts = np.flatnonzero(np.isclose(factors[1 : len(factors) // 2], factors[0], rtol=1e-12)) + 1
+    if factors[-1] == factors[-2]:
+        return None
+    return next((int(n) for n in starts[:100] if np.allclose(factors[n:], factors[:-n], rtol=1e-12, atol=0)), None)
 
 
 # ---- functions of LambdaLR -------------------------------------------------------------------------------------------
