@@ -17,6 +17,7 @@ from marks import needs
 
 import onward
 from onward.errors import MismatchError, UnsupportedError
+from onward.frameworks import inference
 from onward.frameworks.run_files import restore, write
 
 RNG = np.random.default_rng(0)
@@ -235,3 +236,30 @@ def test_what_differs_from_onnxruntime_is_refused(cnn: onnx.ModelProto, monkeypa
     monkeypatch.setitem(Torch.operators, "Relu", lambda x: x.relu() * 1.01)
     with pytest.raises(MismatchError, match=r"`logits` is off by .* from that of ONNX Runtime"):
         onward.to_torch(cnn)
+
+
+@needs("torch")
+def test_open_images_are_compared_where_they_are_large_enough() -> None:
+    import torch
+
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
+        g (float[N, 1, H, W] x) => (float[N, 1] y) <float[1, 1, 1, 1] w = {-9}> {
+            halved = AveragePool<kernel_shape = [2, 2], strides = [2, 2]>(x)
+            mixed = Conv(halved, w)
+            pooled = MaxPool<kernel_shape = [8, 8], strides = [8, 8]>(mixed)
+            mean = GlobalAveragePool(pooled)
+            flat = Flatten(mean)
+            y = Sigmoid(flat)
+        }""")
+    images = np.abs(RNG.normal(size=(3, 1, 32, 32))).astype(np.float32)
+    module = onward.to_torch(proto)  # images of 8 pixels leave nothing to pool
+    np.testing.assert_allclose(module(torch.from_numpy(images)).detach(), stock(proto, images), atol=2e-7)
+
+
+def test_a_sigmoid_of_onnxruntime_rounds_like_its_half() -> None:
+    proto = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
+        g (float[N] x) => (float[N] y) <float[1] b = {-11}> { z = Sub(x, b) n = Neg(z) y = Sigmoid(n) }""")
+    moved = inference._moved(onward.load(proto), {"x": IMAGES[0, 0, 0]}, {"y": stock(proto, IMAGES[0, 0, 0])})
+    exact = 1 / (1 + np.exp(IMAGES[0, 0, 0].astype(np.float64) + 11))
+    error = np.abs(stock(proto, IMAGES[0, 0, 0]) - exact).max()
+    assert 0 < error <= moved["y"] < 1e-6

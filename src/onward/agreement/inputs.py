@@ -27,8 +27,10 @@ Given = Mapping[str, Any] | str | Path | None
 
 GIVE = "pass inputs for which the model runs: `inputs={...}`, or `--inputs inputs.npz` on the command line"
 
-_SIZES = (2, 8, 32, 1)
+_SIZES = (2, 8, 32, 1, 256)
 """Sizes to try for dynamic dimensions: some models need large ones, others fail with them."""
+_LARGEST_BATCH = 32
+"""Size up to which batches are tried."""
 
 
 def generator(seed: int) -> np.random.Generator:
@@ -109,7 +111,10 @@ def _shape(value: ir.Value, sizes: Mapping[str, int], otherwise: int) -> tuple[i
         type_ = port(value).type
         hint = f"{GIVE}; or {declare_hint(value.name or '')}" if value.shape is None else GIVE
         raise UnsupportedError(f"cannot draw a random value for `{value.name}` ({type_} of unknown shape)", hint=hint)
-    return tuple(d if isinstance(d, int) else sizes.get(d.value or "", otherwise) for d in value.shape)
+    usual = [2 if axis == 0 and otherwise > _LARGEST_BATCH else otherwise for axis in range(len(value.shape))]
+    return tuple(
+        d if isinstance(d, int) else sizes.get(d.value or "", size) for d, size in zip(value.shape, usual, strict=True)
+    )
 
 
 def _random(
@@ -183,7 +188,7 @@ def _limit(node: ir.Node, index: int) -> int | None:
 
 def example_inputs(model: Model, seed: int = 0) -> Iterator[dict[str, np.ndarray]]:
     """Yield inputs of several sizes: use the first for which everything runs."""
-    smallest, *larger = itertools.islice(inputs_of_type(model, {}, seed), 4)
+    smallest, *larger = itertools.islice(inputs_of_type(model, {}, seed), len(_SIZES))
     yield from (*larger, smallest)  # a BatchNorm of two samples returns only signs
 
 
