@@ -25,7 +25,9 @@ def of_torch(module, *examples, unfolded=False):
             tensor.uniform_(0.5, 1.5) if "var" in name else tensor.add_(torch.randn(tensor.shape) * 0.2)
     path = Path(tempfile.mkdtemp()) / "model.onnx"
     batch = tuple({0: torch.export.Dim.DYNAMIC} for _ in examples)
-    torch.onnx.export(module.eval(), examples, path, dynamo=True, dynamic_shapes=batch, optimize=not unfolded, verbose=False)
+    torch.onnx.export(
+        module.eval(), examples, path, dynamo=True, dynamic_shapes=batch, optimize=not unfolded, verbose=False
+    )
     return onward.load(path)
 
 
@@ -98,9 +100,7 @@ def unet(activation="relu"):
     from torch import nn
 
     def conv(inputs, outputs):
-        return nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs, eps=1e-3), nn.ReLU()
-        )
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs, eps=1e-3), nn.ReLU())
 
     class UNet(nn.Module):
         def __init__(self):
@@ -135,7 +135,6 @@ def unet(activation="relu"):
 
 def resnet():
     """ResNet of transformers and of keras.applications, whose convolutions have biases before BatchNormalization."""
-    import keras
     from keras.src.applications import resnet as of_applications
     from transformers import ResNetConfig, ResNetForImageClassification
 

@@ -136,12 +136,12 @@ def _plan_by_structure(arguments: _Arguments) -> ImportPlan:
     if arguments.like is None:
         raise ArgumentError("`match` has no effect without `like`", hint="give the model: `--like model.onnx`")
     like, path = _restored(arguments.like), arguments.path
-    is_model = not isinstance(path, Checkpoint) and os.fspath(path).endswith(".onnx")
-    if is_model:
-        source = _restored(path).copy()  # type: ignore[arg-type]
+    if not isinstance(path, Checkpoint) and os.fspath(path).endswith(".onnx"):
+        source = _restored(path).copy()
         for step in source.steps:
             step.algorithm.metadata_props.pop(FACT, None)  # which has other names
         checkpoint = checkpoint_of_model(source) if source.steps else weights_of(source)
+        loss = from_training_model(source).loss if source.steps else None
     else:
         checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
         if arguments.module is None and not has_model(checkpoint):
@@ -152,6 +152,8 @@ def _plan_by_structure(arguments: _Arguments) -> ImportPlan:
         captured = capture_model(checkpoint, arguments.module, arguments.example_inputs, arguments.loss or "mse")
         named = _named(checkpoint, captured, arguments)
         source, checkpoint = captured.model, _in_graph_names(named)
+        loss = named.base.loss if named.base else None
+    checkpoint = dataclasses.replace(checkpoint, loss=checkpoint.loss or loss)
     checkpoint = by_structure(checkpoint, without_steps(source), without_steps(like))
     if checkpoint.optimizers or like.steps or arguments.optimizer is not None:
         return plan(checkpoint, Captured(like, None), arguments)

@@ -393,6 +393,11 @@ class _Pair:
     def _results(self, inputs: Arrays) -> list[np.ndarray]:
         return self.a({other: inputs[n].transpose(axes).astype(self._types[other]) for n, other, axes in self._inputs})
 
+    def output_names(self) -> dict[str, str]:
+        """Return outputs of the first graph -> those of the second."""
+        pairs = zip(self._outputs, self.b.model.outputs, strict=True)
+        return {self.a.model.outputs[i].name or "": value.name or "" for (i, _), value in pairs}
+
     def gap(self, inputs: Arrays) -> float:
         """Return the largest relative difference of outputs."""
         return max(map(_gap, self.of_first(inputs), self.b(inputs)), default=0.0)
@@ -593,9 +598,17 @@ def by_structure(checkpoint: Checkpoint, source: Model, like: Model) -> Checkpoi
         tensors=moving.weights(),
         averages=moving.state(checkpoint.averages),
         optimizers=tuple(map(moving.optimizer, checkpoint.optimizers)),
+        loss=_renamed(checkpoint.loss, pair.output_names()),
         remarks=(*checkpoint.remarks, *notes),
         tied={}, configuration={}, layout={}, trees={},
     )  # fmt: skip
+
+
+def _renamed(loss: Any, outputs: Mapping[str, str]) -> Any:
+    """Return a loss of a recipe with other names for the outputs."""
+    if isinstance(loss, Mapping):
+        return {outputs.get(name, name): _renamed(term, outputs) for name, term in loss.items()}
+    return [_renamed(term, outputs) for term in loss] if isinstance(loss, list | tuple) else loss
 
 
 class _Moving:
