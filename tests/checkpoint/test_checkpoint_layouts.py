@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoint_layouts_jax import BATCHES, JAX_LAYOUTS, parameters
+from checkpoint_layouts_keras import DATA, KERAS_LAYOUTS, compiled, steps
+from marks import needs
 from torch_export import by_dynamo, quiet
 
 import onward
@@ -67,7 +69,8 @@ def test_the_page_lists_these_layouts() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
     section = page.partition("## Layouts of scripts")[2].partition("\n## ")[0]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| ")]
-    outcomes = {name: "refused" if layout.refusal else "continues" for name, layout in LAYOUTS.items()}
+    layouts: dict[str, Any] = {**LAYOUTS, **JAX_LAYOUTS, **KERAS_LAYOUTS}
+    outcomes = {name: "refused" if layout.refusal else "continues" for name, layout in layouts.items()}
     assert {row[0]: row[2] for row in rows[1:]} == outcomes | dict.fromkeys(EXPORTS, "refused")
 
 
@@ -334,80 +337,76 @@ def test_gan_of_lightning(models: dict[type, onward.Model], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["pickle", "pickle of numpy", "Equinox"])
-def test_layouts_of_jax(form: str, tmp_path: Path) -> None:
-    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
-    rng = np.random.default_rng(0)
-    data = [
-        {"image": rng.normal(size=(16, 8)).astype("float32"), "labels": rng.integers(0, 3, 16, "int32")}
-        for _ in range(2 * STEPS)
-    ]
-    if form == "Equinox":
-        equinox = pytest.importorskip("equinox")
-        keys = jax.random.split(jax.random.PRNGKey(0))
-        layers = [equinox.nn.Linear(8, 6, key=keys[0]), equinox.nn.Dropout(0.1, inference=True)]
-        net = equinox.nn.Sequential([*layers, equinox.nn.Linear(6, 3, key=keys[1])])
-        params, static = equinox.partition(net, equinox.is_array)
+@needs("jax", "optax", "flax", "orbax")
+@pytest.mark.parametrize("name", JAX_LAYOUTS)
+def test_a_layout_of_jax_continues(name: str, tmp_path: Path) -> None:
+    import jax
+    import optax
 
-        def logits(params: Any, image: Any) -> Any:
-            return jax.vmap(equinox.combine(params, static))(image)
-    else:
-        haiku = pytest.importorskip("haiku")
-        function = haiku.without_apply_rng(haiku.transform(lambda image: haiku.nets.MLP([6, 3])(image)))
-        params, logits = function.init(jax.random.PRNGKey(0), data[0]["image"]), function.apply
+    layout = JAX_LAYOUTS[name]
+    if layout.module != "dict":
+        pytest.importorskip(layout.module)
+    params, logits = parameters(layout.module)
+    optimizer, path = layout.optimizer(), tmp_path / layout.file
 
     def loss(params: Any, batch: Any) -> Any:
         values = logits(params, batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(values, batch["labels"]).mean()
 
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    like = onward.from_jax(loss, params, data[0], optimizer=optimizer)
-    state, losses = optimizer.init(params), []
-    for step, batch in enumerate(data):
-        if step == STEPS:
-            path = tmp_path / ("net.eqx" if form == "Equinox" else "net.pkl")
-            tree = {"params": params, "opt_state": state, "step": step}
-            if form == "Equinox":
-                equinox.tree_serialise_leaves(path, (equinox.combine(params, static), state))
-            else:
-                path.write_bytes(pickle.dumps(tree if form == "pickle" else jax.device_get(tree)))
+    @jax.jit
+    def update(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
         value, slopes = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(slopes, state, params)
-        params = optax.apply_updates(params, updates)
+        return value, optax.apply_updates(params, updates), state
+
+    like = onward.from_jax(loss, params, BATCHES[0], optimizer=optimizer)
+    state, losses = optimizer.init(params), []
+    for step, batch in enumerate(BATCHES):
+        if step == STEPS:
+            layout.save(path, {"params": params, "opt_state": state, "step": step})
+        value, params, state = update(params, state, batch)
         losses.append(float(value))
+    if layout.refusal:
+        with pytest.raises(UnsupportedError) as refusal:
+            onward.from_checkpoint(path, like)
+        assert layout.refusal in f"{refusal.value.message} {refusal.value.hint}"
+        return
     with onward.engines.start(onward.from_checkpoint(path, like)) as engine:
-        np.testing.assert_allclose([float(engine.step(b)["loss"]) for b in data[STEPS:]], losses[STEPS:], rtol=1e-5)
+        ours = [float(engine.step(batch)["loss"]) for batch in BATCHES[STEPS:]]
+        trained = engine.updated()
+    np.testing.assert_allclose(ours, losses[STEPS:], rtol=1e-5)
+    if layout.load is not None:
+        onward.to_checkpoint(trained, tmp_path / "after", format=layout.form)
+        tree = {"params": params, "opt_state": state, "step": 2 * STEPS}
+        after = layout.load(tmp_path / "after", tree)
+        assert jax.tree.structure(after) == jax.tree.structure(tree)
+        for actual, expected in zip(jax.tree.leaves(after), jax.tree.leaves(tree), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_whole_h5_of_keras(tmp_path: Path) -> None:
-    keras = pytest.importorskip("keras")
-    layers, rng = keras.layers, np.random.default_rng(0)
-    model = keras.Sequential(
-        [keras.Input((8,)), layers.Dense(6, "relu", name="a"), layers.BatchNormalization(name="norm"), layers.Dense(3)]
-    )
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=keras.optimizers.AdamW(1e-2, epsilon=1e-3), loss=loss)
-    data = [(rng.random((8, 8), "float32"), rng.integers(0, 3, 8)) for _ in range(2 * STEPS)]
-
-    def steps(model: Any, data: Any) -> list[float]:
-        losses = []
-        for inputs, labels in data:
-            model.reset_metrics()
-            losses.append(float(model.train_on_batch(inputs, labels)))
-        return losses
-
-    steps(model, data[:STEPS])
-    model.save(tmp_path / "model.h5")
-    training = onward.from_checkpoint(tmp_path / "model.h5")
-    with onward.engines.start(training) as engine:
-        name = training.graph.inputs[0].name
-        ours = [float(engine.step({name: inputs, "labels": labels})["loss"]) for inputs, labels in data[STEPS:]]
+@needs("keras", "tensorflow")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", KERAS_LAYOUTS)
+def test_a_layout_of_keras_continues(name: str, tmp_path: Path) -> None:
+    layout, model, path = KERAS_LAYOUTS[name], compiled(), tmp_path / KERAS_LAYOUTS[name].file
+    like = onward.from_keras(model, probe=False) if layout.like else None
+    layout.train(model, path)
+    if layout.refusal:
+        with pytest.raises(UnsupportedError) as refusal:
+            onward.from_checkpoint(path, like)
+        assert layout.refusal in f"{refusal.value.message} {refusal.value.hint}"
+        return
+    with onward.engines.start(training := onward.from_checkpoint(path, like)) as engine:
+        feeds = ({training.graph.inputs[0].name: inputs, "labels": labels} for inputs, labels in DATA[STEPS:])
+        ours = [float(engine.step(feed)["loss"]) for feed in feeds]
         trained = engine.updated()
-    np.testing.assert_allclose(ours, steps(model, data[STEPS:]), rtol=1e-5)
-    onward.to_checkpoint(trained, tmp_path / "after.keras", format="keras")
-    after = keras.saving.load_model(tmp_path / "after.keras")
-    np.testing.assert_allclose(steps(after, data), steps(model, data), rtol=1e-4)
+    np.testing.assert_allclose(ours, steps(model, DATA[STEPS:]), rtol=1e-5)
+    if layout.load is not None:
+        target = tmp_path / ("after.keras" if layout.form == "keras" else "after")
+        onward.to_checkpoint(trained, target, format=layout.form)
+        expected = steps(model, DATA)
+        np.testing.assert_allclose(steps(layout.load(compiled(1), target), DATA), expected, rtol=1e-4)
 
 
 def test_gguf(tmp_path: Path) -> None:

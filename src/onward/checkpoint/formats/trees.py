@@ -50,9 +50,17 @@ def _read(path: Path) -> Checkpoint:
             return checkpoint_of_tree(path, FORMAT.name, "arrays of numpy", tree)
     pickled = read_pickle(path.read_bytes(), str(path), makers=_MAKERS)
     tree = _plain(pickled)
+    if isinstance(pickled, list | tuple):  # `(params, opt_state)`
+        tree = dict(zip(map(_key, pickled, tree), tree, strict=True))
     if not any(isinstance(leaf, Tensor) for _, leaf in leaves(tree)):
         raise UnsupportedError(f"`{path}` holds no arrays", hint="save a tree of arrays: `pickle.dump(params, file)`")
     return checkpoint_of_tree(path, FORMAT.name, "pickle", tree, executes=executed_names(pickled))
+
+
+def _key(item: Any, plain: Any) -> str:
+    """Return the usual name of an item of a saved tuple."""
+    is_state = any(name.startswith("optax.") for name in executed_names(item))
+    return "opt_state" if is_state else "params" if isinstance(plain, Mapping) else "step"
 
 
 def _path_of(name: str) -> list[str]:
