@@ -418,7 +418,25 @@ np.testing.assert_allclose(onward.to_keras(onward.from_keras(model)).predict(giv
 """
 
 
+RANDOM_ON_JAX = """
+import keras, numpy as np, onward
+from onward.errors import UnsupportedError
+from keras_runs import layers
+augment = [layers.RandomFlip(), layers.RandomRotation(0.1), layers.RandomZoom(0.2, 0.2), layers.GaussianNoise(0.1)]
+drop = lambda seed: layers.Lambda(lambda x: keras.random.dropout(x, 0.5, seed=seed))
+for seed in (keras.random.SeedGenerator(0), 7):
+    model = keras.Sequential([keras.Input((6, 6, 2)), *augment, layers.Flatten(), drop(seed), layers.Dense(2)])
+    model.compile("sgd", "mse")
+    try:
+        kinds = {node.op_type for node in onward.from_keras(model).graph}
+        assert seed != 7 and {"Dropout", "RandomUniformLike", "RandomNormalLike"} <= kinds, kinds
+    except UnsupportedError as error:
+        assert seed == 7 and "with a seed of its own" in str(error), error
+"""
+
+
 @pytest.mark.slow
 @needs("jax")
-def test_the_jax_backend():
-    on_backend("jax", "-c", ON_JAX)
+@pytest.mark.parametrize("code", [ON_JAX, RANDOM_ON_JAX], ids=["layers", "random"])
+def test_the_jax_backend(code):
+    on_backend("jax", "-c", code)

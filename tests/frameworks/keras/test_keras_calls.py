@@ -89,6 +89,47 @@ def test_losses_from_before_an_update_are_refused():
         from_keras(model, X)
 
 
+class OwnGradients(keras.Model):
+    """Clips gradients, or adds those of their sum."""
+
+    is_second_order = False
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        (x, y), variables = data, self.trainable_variables
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = inner.gradient(loss, variables)
+        if self.is_second_order:
+            second = outer.gradient(gradients, variables)
+            gradients = [0.5 * a + 0.5 * b for a, b in zip(gradients, second, strict=True)]
+        else:
+            gradients, _ = tf.clip_by_global_norm(gradients, 0.1)
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_gradients_that_a_train_step_changes(second):
+    """The trial compares them with those of Keras."""
+    inputs = keras.Input((6,))
+    hidden = layers.Dropout(0.3)(layers.Dense(7, "tanh")(inputs))
+    model = OwnGradients(inputs, layers.Dense(3, "softmax")(hidden))
+    model.is_second_order = second
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    training = from_keras(model, X, example_targets=np.arange(8) % 3)
+    assert onward.check(training) == []
+
+
+def test_gradients_through_a_batch_normalization_are_refused():
+    model = OwnGradients(inputs := keras.Input((6,)), layers.BatchNormalization()(layers.Dense(3)(inputs)))
+    model.compile("sgd", "mse")
+    with pytest.raises(UnsupportedError, match="through a BatchNormalization"):
+        from_keras(model, X, example_targets=X[:, :3])
+
+
 def test_random_numbers_of_a_call_are_drawn_anew_and_a_constant_seed_is_refused():
     class Noisy(keras.Model):
         def __init__(self, seed):

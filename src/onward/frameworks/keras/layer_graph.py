@@ -11,14 +11,18 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr, Names
+from onward.differentiate.gradients import lower_gradients
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import initializer, model_of, put_out, value_of
 from onward.frameworks.keras.layers import Call, LayerTensor, activations, core, find, recurrent, spatial
 from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.keras.traced import TracedCall, TracedStep, TracedUpdate, Tracer, call_row, has_own_step
 from onward.model import Model
-from onward.model.walk import ancestors
+from onward.model.core import is_gradient, string, values
+from onward.model.walk import ancestors, between, nodes_after
 from onward.standard import COMMON_OPSET
+from onward.transform.context import Context
+from onward.transform.training import drop_unused_definitions
 from onward.vocabulary.keras import Refused
 
 ROWS_OF_LAYERS = (activations, core, recurrent, spatial)
@@ -89,6 +93,7 @@ class LayerGraph:
             self.problems.append(f"its `train_step` {reason}")
             return
         self.updates = step.updates
+        self._check_derivatives()
         for number, result in enumerate(results):
             name = "loss" if len(results) == 1 else f"loss{number + 1}"
             if self.outputs:
@@ -115,17 +120,36 @@ class LayerGraph:
         return tensors, results, call.structure
 
     def model(self) -> Model:
-        self._remove_unused()
-        return model_of(self.graph, self.op.functions.values())
-
-    def _remove_unused(self) -> None:
-        """Drop what neither an output nor the penalty needs."""
-        ends = [x.plain.value for x in self.outputs] + self.ends
-        needed, read = ancestors(ends)
+        """Return the model, without what neither an output nor a loss needs."""
+        ends = [x.plain.name for x in self.outputs] + [value.name or "" for value in self.ends]
+        model = lower_gradients(Context(model_of(self.graph, self.op.functions.values())))
+        self.graph = model.graph
+        known = {value.name: value for value in values(self.graph)}
+        needed, read = ancestors([known[name] for name in ends])
         self.graph.remove([node for node in self.graph if node not in needed], safe=False)
         for name, value in list(self.graph.initializers.items()):
             if value not in read:
                 del self.graph.initializers[name]
+        drop_unused_definitions(model)
+        return model
+
+    def _check_derivatives(self) -> None:
+        """Find what would be another forward pass in training; let dropout be a product, whose mask stays the same."""
+        gradients = [node for node in self.graph if is_gradient(node)]
+        for gradient in gradients:
+            target = next(v for v in values(self.graph) if v.name == string(gradient, "y"))
+            if any(n.op_type == "BatchNormalization" for n in between(target, [x for x in gradient.inputs if x])):
+                self.problems.append("its `train_step` computes gradients through a BatchNormalization")
+        for node in [node for node in self.graph if gradients and node.op_type == "Dropout"]:
+            x, result = self.op(node.inputs[0]), node.outputs[0]
+            last = self.graph[-1]
+            kept = self.op.Dropout(self.op.filled_like(x.value, 1), self.op(node.inputs[1]))
+            product = (x * kept).like(x.value)
+            result.name, name = self.op.names.fresh("dropped"), result.name
+            result.replace_all_uses_with(product.named(name or "").value, replace_graph_outputs=True)
+            self.graph.remove(added := nodes_after(last, self.graph))
+            self.graph.insert_before(node, added)
+            self.graph.remove(node, safe=True)
 
     def _weight(self, variable: Any) -> Expr:
         if id(variable) not in self._weights:

@@ -29,6 +29,7 @@ from onward.frameworks.keras.layers import Call, LayerTensor, accepted_arguments
 from onward.frameworks.keras.optimizer import array_of
 from onward.frameworks.randomness import refuse_random_draws
 from onward.model import Model
+from onward.model.core import TRAINING_DOMAIN
 from onward.model.walk import ancestors
 from onward.recipe.step_builder import in_training, take_apart
 from onward.vocabulary.keras import Refused
@@ -175,7 +176,7 @@ class Tracer:
         specs = [tf.TensorSpec(x.shape, x.dtype) for x in call.tensors]
         with refuse_random_draws("the model"), _layers_as_functions(calls, self._weight, training):
             function = tf.function(lambda *tensors: call(tensors, training)).get_concrete_function(*specs)
-        translator = Translator(calls)
+        translator = Translator(calls | getattr(call, "derivatives", {}))
         by_handle = {id(v.value.handle): v for v in self._variables if hasattr(v.value, "handle")}
         others: dict[int, ir.Value] = {}
         captured: list[Any] = []
@@ -424,14 +425,27 @@ class TracedStep:
         self._data = x, y
         self.tensors = [t for t in keras.tree.flatten(self._data) if isinstance(t, LayerTensor)]
         self.updates: list[TracedUpdate] = []
+        self.derivatives: dict[str, Any] = {}
+        """Replacements of calls by the derivatives for which they stand."""
         self.count = 0
 
-    def __call__(self, tensors: Sequence[Any], training: bool) -> list[Any]:
+    def _derivative(self, y: Any, xs: Sequence[Any]) -> list[Any]:
+        """Return zeros, as a call that becomes a Gradient."""
         import tensorflow as tf
+
+        def body(y: Any, *tensors: Any) -> Any:
+            return [tf.zeros_like(x) for x in tensors]
+
+        body.__name__ = f"derivative{len(self.derivatives)}of"
+        self.derivatives[body.__name__] = _place_gradient
+        return list(tf.function(body, autograph=False)(y, *map(tf.convert_to_tensor, xs)))
+
+    def __call__(self, tensors: Sequence[Any], training: bool) -> list[Any]:
+        from tensorflow.python.eager.record import stop_recording
 
         rest = iter(tensors)
         x, y = keras.tree.map_structure(lambda t: next(rest) if isinstance(t, LayerTensor) else t, self._data)
-        with recorded(lambda tensor: tf.zeros(tensor.shape, tensor.dtype)) as records:
+        with stop_recording(), recorded(self._derivative) as records:  # tapes replace calls by other functions
             self.operation.train_step(pack_x_y_sample_weight(x, y))
         self.updates = records.updates
         self._refuse_stale(records)
@@ -467,36 +481,60 @@ class StepRecords:
     """Numbers of operations of the graph before each update."""
 
 
+def _place_gradient(op: Builder, inputs: Sequence[Any], node: Any) -> list[Expr]:
+    """Return the derivatives of the first input by the others."""
+    y, *xs = (x.plain if isinstance(x, LayerTensor) else x for x in inputs)
+    op.imports.setdefault(TRAINING_DOMAIN, 1)
+    settings = {"xs": [x.name for x in xs], "y": y.name}
+    results = op.node(TRAINING_DOMAIN, "Gradient", *xs, outputs=len(xs), **settings)
+    results = results if isinstance(results, tuple) else (results,)
+    return [gradient.like(x.value) for gradient, x in zip(results, xs, strict=True)]
+
+
 @contextlib.contextmanager
-def recorded(placeholder: Callable[[Any], Any]) -> Iterator[StepRecords]:
-    """Record losses and updates instead of making them. Metrics are not computed."""
+def recorded(derivative: Callable[[Any, Sequence[Any]], list[Any]]) -> Iterator[StepRecords]:
+    """Record losses and updates instead of making them. Metrics are not computed.
+
+    `derivative` stands for derivatives. If an optimizer gets gradients that were changed, the loss is replaced by one
+    with these gradients, and the same value.
+    """
     import tensorflow as tf
 
     records = StepRecords()
-    owners: dict[int, tuple[int, Any, Any]] = {}  # by the id of a gradient: loss, variable, and the gradient itself
-    differentiate = tf.GradientTape.gradient
+    owners: dict[int, tuple[Any, Any, Any]] = {}  # by the id of a gradient: loss, variable, and the gradient itself
+    first: list[Any] = []
 
     def gradient(tape: Any, target: Any, sources: Any, *args: Any, **named: Any) -> Any:
         flat = keras.tree.flatten(sources)
-        if not all(isinstance(x, keras.Variable | tf.Variable) for x in flat):
-            return differentiate(tape, target, sources, *args, **named)
         loss = tf.add_n([tf.reduce_sum(x) for x in keras.tree.flatten(target)])
-        records.losses.append(loss)
-        results = [placeholder(x) for x in flat]
-        for result, variable in zip(results, flat, strict=True):
-            owners[id(result)] = len(records.losses) - 1, variable, result
+        results = derivative(loss, flat)
+        if all(isinstance(x, keras.Variable | tf.Variable) for x in flat):
+            first.append(loss)
+            for result, variable in zip(results, flat, strict=True):
+                owners[id(result)] = loss, variable, result
         return keras.tree.pack_sequence_as(sources, results)
 
     def apply(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
         variables = list(trainable_variables or optimizer._trainable_variables)
-        pairs = [(owners.get(id(g)), v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        indices = {owner[0] for owner, _ in pairs if owner is not None}
-        if len(indices) != 1 or any(owner is None or owner[1] is not v for owner, v in pairs):
-            raise Refused("changes gradients before an optimizer applies them")
+        pairs = [(g, v) for g, v in zip(grads, variables, strict=True) if g is not None]
+        sources = [owners.get(id(g), (None, None)) for g, _ in pairs]
         if any(update.optimizer is optimizer for update in records.updates):
             raise Refused("applies an optimizer more than once")
-        records.updates.append(TracedUpdate(optimizer, variables, indices.pop()))
-        graph = getattr(records.losses[-1], "graph", None)
+        loss = sources[0][0]
+        if loss is None or any(
+            owner[0] is not loss or owner[1] is not v for owner, (_, v) in zip(sources, pairs, strict=True)
+        ):
+            if not first:
+                raise Refused("applies gradients that are not of `tf.GradientTape`")
+            terms = [tf.reduce_sum(tf.stop_gradient(tf.convert_to_tensor(g)) * v) for g, v in pairs]
+            total = tf.add_n(terms)
+            loss = tf.stop_gradient(first[0] - total) + total
+        first.clear()
+        if not any(loss is other for other in records.losses):
+            records.losses.append(loss)
+        number = next(i for i, other in enumerate(records.losses) if loss is other)
+        records.updates.append(TracedUpdate(optimizer, variables, number))
+        graph = getattr(loss, "graph", None)
         records.positions.append(0 if graph is None else len(graph.get_operations()))
 
     with (
@@ -537,7 +575,7 @@ def as_tensors(data: Any) -> Any:
 def build(model: Any, x: Any, y: Any) -> None:
     """Run a `train_step` without updates, which creates variables; undo its changes of state."""
     before = {id(v): array_of(v) for v in model.variables}
-    with recorded(lambda v: keras.ops.zeros(v.shape, v.dtype)):
+    with recorded(lambda _, xs: list(map(keras.ops.zeros_like, xs))):
         model.train_step(as_tensors(pack_x_y_sample_weight(x, y)))
     for variable in model.variables:
         if id(variable) in before:
