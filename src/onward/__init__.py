@@ -50,6 +50,8 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.training.api import find_lr as find_lr, resume as resume, train as train
     from onward.training.callbacks import Callback as Callback
     from onward.training.cross_validation import CrossValidation as CrossValidation, cross_validate as cross_validate
+    from onward.training.evaluation import Evaluation as Evaluation, evaluate as evaluate
+    from onward.training.prediction import Predictions as Predictions, predict as predict
     from onward.training.report import report as report
     from onward.training.run import Run as Run
     from onward.web import page as page
@@ -86,6 +88,8 @@ _NAMES = {
     "training.api": ("find_lr", "resume", "train"),
     "training.callbacks": ("Callback",),
     "training.cross_validation": ("CrossValidation", "cross_validate"),
+    "training.evaluation": ("Evaluation", "evaluate"),
+    "training.prediction": ("Predictions", "predict"),
     "training.report": ("report",),
     "training.run": ("Run",),
     "web": ("page",),

@@ -135,8 +135,11 @@ _cluster, _page, _data, _preprocess, _loss, _parameters, _initial, _run, _engine
 def redeclare(cls: type, name: str, *, default: Any = dataclasses.MISSING, **metadata: str) -> Any:
     """Declare an option of another class again, with another default or other metadata."""
     (declared,) = (field for field in dataclasses.fields(cls) if field.name == name)
+    metadata = {**declared.metadata, **metadata}
+    if default is declared.default is dataclasses.MISSING:  # a mapping
+        return dataclasses.field(default_factory=declared.default_factory, metadata=metadata)
     default = declared.default if default is dataclasses.MISSING else default
-    return dataclasses.field(default=default, metadata={**declared.metadata, **metadata})
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def options_of(cls: type) -> Iterator[Option]:
@@ -604,6 +607,77 @@ class MissingOptions:
     trainable: Sequence[str] | str | None = _missing_option("trainable")
     freeze: Sequence[str] | str | None = _missing_option("freeze")
     names: Mapping[str, str] | Sequence[str] | None = _missing_option("names")
+
+
+# ---- evaluation and prediction ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceOptions:
+    """Options of a model that is run on data, without training."""
+
+    model: Any = None
+    data: Data = redeclare(
+        ModelAndData,
+        "data",
+        text="data: what `train` takes; without labels also images and folders of images without classes",
+        also="a mapping of arrays, or an iterable of batches",
+    )
+    _: dataclasses.KW_ONLY
+    columns: Mapping[str, str | Sequence[str]] = redeclare(
+        DataOptions, "columns", text="data column for an input, such as `image=pixels` (default: as in training)"
+    )
+    batch_size: BatchSize | None = redeclare(
+        DataOptions, "batch_size", text="batch size (default: that of the model if fixed, else by the size of a row)"
+    )
+    classes: Sequence[str] | None = redeclare(
+        DataOptions, "classes", text="class names in the order of the output (default: those in the file)"
+    )
+    batch_axis: Mapping[str, int | str] = redeclare(RecipeOptions, "batch_axis")
+    constants: Mapping[str, Any] = redeclare(RecipeOptions, "constants")
+    preprocess: Preprocess = redeclare(
+        RecipeOptions,
+        "preprocess",
+        text="preprocessing, as in training (default: that in the file); `none` if the data are preprocessed",
+    )
+    loss: str | None = _loss(
+        None, "SPEC", "loss that the model was trained with, such as `logits=cross_entropy` (default: that in the file)"
+    )
+    task: Literal["classification", "binary", "multi-label", "token-classification", "segmentation", "regression"] | (
+        None
+    ) = _loss(None, "NAME", "task, if the file does not say it: `classification`, `binary`, `multi-label`, "
+        "`token-classification`, `segmentation` or `regression`")  # fmt: skip
+    which: Literal["best", "last"] = _run("best", "WHICH", "model of a run: `best` or `last`")
+    engine: str = redeclare(
+        TrainConfig,
+        "engine",
+        text="engine: `onnxruntime`, `torch`, `jax`, `tensorflow`, `keras` or `numpy`",
+    )
+    device: str = redeclare(TrainConfig, "device")
+    threads: Threads | None = redeclare(TrainConfig, "threads")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateOptions(InferenceOptions):
+    """Options of an evaluation."""
+
+    _: dataclasses.KW_ONLY
+    metrics: Sequence[str] | str | None = redeclare(
+        TrainConfig, "metrics", text="metrics: `accuracy`, `top_k:k=5`, `f1` ... (default: all that suit the task)"
+    )
+    against: Any = _run(
+        None, "MODEL", "another model or run, to compare with: the change of each metric, with an interval"
+    )
+    worst: Annotated[int, Range(least=0, most=10_000)] = _run(10, "N", "number of worst samples to list")
+
+
+@dataclasses.dataclass(frozen=True)
+class PredictOptions(InferenceOptions):
+    """Options of predictions."""
+
+    _: dataclasses.KW_ONLY
+    raw: bool = _run(False, None, "give all outputs of the model as they are")
+    keep: Sequence[str] | str = _run((), "COLUMN", "column of the data to copy to the output", repeated=True)
 
 
 # ---- whole runs as ONNX ----------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ import sklearn.metrics as sk
 from hypothesis import given, settings
 from models import digits_mlp, small_transformer
 from runs import QUIET, RECIPE, digits
+from sklearn.calibration import calibration_curve
 
 from onward.errors import RecipeError
-from onward.recipe.metrics import make
+from onward.recipe.metrics import METRICS, Metrics, make
 from onward.training.api import train
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.UndefinedMetricWarning")
@@ -49,6 +50,13 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum(1, keepdims=True)
 
 
+def calibration_error(confidence: np.ndarray, right: np.ndarray) -> float:
+    """By its definition, with the bins of scikit-learn's `calibration_curve`."""
+    shares, confidences = calibration_curve(right, confidence, n_bins=15)
+    counts = np.histogram(confidence, bins=np.linspace(0, 1, 16))[0]
+    return float(np.sum(np.abs(shares - confidences) * counts[counts > 0]) / len(right))
+
+
 CLASSES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "accuracy": lambda x, y: sk.accuracy_score(y, x.argmax(1)),
     "top_k:k=2": lambda x, y: sk.top_k_accuracy_score(y, x, k=2),
@@ -56,6 +64,13 @@ CLASSES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "recall": lambda x, y: sk.recall_score(y, x.argmax(1), average="macro", zero_division=0),
     "f1": lambda x, y: sk.f1_score(y, x.argmax(1), average="macro", zero_division=0),
     "auc": lambda x, y: sk.roc_auc_score(y, softmax(x), multi_class="ovr"),
+    "pr_auc": lambda x, y: sk.average_precision_score(y, softmax(x)),
+    "balanced_accuracy": lambda x, y: sk.balanced_accuracy_score(y, x.argmax(1)),
+    "mcc": lambda x, y: sk.matthews_corrcoef(y, x.argmax(1)),
+    "iou": lambda x, y: sk.jaccard_score(y, x.argmax(1), average="macro", zero_division=0),
+    "dice": lambda x, y: sk.f1_score(y, x.argmax(1), average="macro", zero_division=0),
+    "log_loss": lambda x, y: sk.log_loss(y, softmax(x)),
+    "ece": lambda x, y: calibration_error(softmax(x).max(1), x.argmax(1) == y),
 }
 
 
@@ -76,6 +91,9 @@ DECISIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "recall": lambda x, y: sk.recall_score(y, x > 0, zero_division=0),
     "f1": lambda x, y: sk.f1_score(y, x > 0, zero_division=0),
     "auc": lambda x, y: sk.roc_auc_score(y, x),
+    "pr_auc": lambda x, y: sk.average_precision_score(y, x),
+    "balanced_accuracy": lambda x, y: sk.balanced_accuracy_score(y, x > 0),
+    "mcc": lambda x, y: sk.matthews_corrcoef(y, x > 0),
 }
 
 
@@ -107,7 +125,55 @@ def test_several_decisions_per_sample(seed: int) -> None:
     assert measured("auc", scores, wanted, rng, threshold=0.0) == pytest.approx(sk.roc_auc_score(wanted, scores))
 
 
+@settings(max_examples=30)
+@given(seed=SEEDS)
+def test_probabilities_of_decisions(seed: int) -> None:
+    logits, labels, rng = case(seed, 2)
+    logits = (logits[:, 1] - logits[:, 0]).astype(np.float64)
+    chances, kinds = 1 / (1 + np.exp(-logits)), ({"scores": "logits"}, {"scores": "probabilities"})
+    for scores, kind in zip((logits, chances), kinds, strict=True):
+        assert measured("log_loss", scores, labels, rng, **kind) == pytest.approx(sk.log_loss(labels, chances))
+        wanted = pytest.approx(calibration_error(chances, labels))
+        assert measured("ece", scores, labels, rng, **kind) == wanted
+        metric = make("pr_auc", threshold=0.0)
+        metric.add(scores, labels)
+        precision, recall, thresholds = sk.precision_recall_curve(labels, chances)
+        f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+        threshold, best = metric.best_threshold(kind["scores"])  # type: ignore[attr-defined]
+        assert best == pytest.approx(f1.max())
+        assert sk.f1_score(labels, chances >= threshold - 1e-12) == pytest.approx(best)
+        assert np.isclose(thresholds, threshold).any()
+
+
+@settings(max_examples=30)
+@given(seed=SEEDS, classes=st.integers(2, 5))
+def test_metrics_that_share_sums(seed: int, classes: int) -> None:
+    """Together they are what each is alone; classes that no label has, and ignored labels, do not matter."""
+    logits, labels, rng = case(seed, classes)
+    logits = np.hstack([logits, np.full((len(logits), 1), -9, np.float32)])
+    labels = np.where(rng.random(len(labels)) < 0.2, -1, labels)
+    labels[0] = 0
+    names = ["accuracy", "f1", "precision", "recall", "mcc", "balanced_accuracy", "auc", "pr_auc", "log_loss", "ece"]
+    together = Metrics(names)
+    for x, y in zip(np.array_split(logits, 3), np.array_split(labels, 3), strict=True):
+        together.add(x, y)
+    alone = {name: measured(name, logits, labels, rng) for name in names}
+    assert together.results() == pytest.approx(alone, nan_ok=True)
+    kept = labels >= 0
+    assert alone["mcc"] == pytest.approx(sk.matthews_corrcoef(labels[kept], logits[kept].argmax(1)))
+
+
+def test_what_would_keep_too_much_is_dropped() -> None:
+    metrics = Metrics(["accuracy", "auc", "pr_auc"], most=50)
+    for _ in range(3):
+        metrics.add(np.eye(5), np.arange(5))
+    assert metrics.dropped == ["auc", "pr_auc"] and metrics.results() == {"accuracy": 1}
+
+
 AMOUNTS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "mse": sk.mean_squared_error,
+    "mape": lambda x, y: sk.mean_absolute_percentage_error(y, x),
+    "median_error": lambda x, y: sk.median_absolute_error(y, x),
     "mae": lambda x, y: sk.mean_absolute_error(y, x),
     "rmse": lambda x, y: math.sqrt(sk.mean_squared_error(y, x)),
     "r2": lambda x, y: sk.r2_score(y, x),
@@ -142,7 +208,7 @@ def test_sequences_and_what_does_not_count() -> None:
     assert measured("f1", logits, labels, rng) == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("name", ["accuracy", "top_k", "auc", "mae", "rmse", "r2", "f1"])
+@pytest.mark.parametrize("name", METRICS)
 def test_nothing(name: str) -> None:
     assert math.isnan(make(name).result())
 

@@ -65,9 +65,9 @@ def test_every_flipped_bit_is_found(started: Run) -> None:
 def test_other_readers_find_a_text_in_the_metadata(started: Run) -> None:
     onnxruntime.InferenceSession(started.path / "best.onnx")
     onnx.checker.check_model(str(started.path / "best.onnx"))
-    assert [entry.key for entry in onnx.load(started.path / "best.onnx").metadata_props] == ["onward.checksums"]
+    assert "onward.checksums" in {entry.key for entry in onnx.load(started.path / "best.onnx").metadata_props}
     started.best.save(started.path / "other.onnx")  # which is no file of the run, and has none
-    assert not onnx.load(started.path / "other.onnx").metadata_props
+    assert "onward.checksums" not in {entry.key for entry in onnx.load(started.path / "other.onnx").metadata_props}
 
 
 @pytest.mark.parametrize("name", ["training.onnx", "training.*.data", "original.onnx", "original.data", "best.onnx"])

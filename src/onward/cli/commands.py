@@ -2,6 +2,6 @@
 
 # ruff: noqa: I001
 from onward.cli.app import app
-from onward.cli import train, build, pipeline, convert, check, show, change
+from onward.cli import train, evaluate, build, pipeline, convert, check, show, change
 
-__all__ = ["app", "build", "change", "check", "convert", "pipeline", "show", "train"]
+__all__ = ["app", "build", "change", "check", "convert", "evaluate", "pipeline", "show", "train"]

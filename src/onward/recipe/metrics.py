@@ -11,8 +11,8 @@ import dataclasses
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -41,6 +41,11 @@ class Metric(ABC):
     @abstractmethod
     def result(self) -> float: ...
 
+    @property
+    def kept(self) -> int:
+        """The number of values that it keeps in memory, which grows with the data."""
+        return 0
+
 
 def _check_sizes(predictions: np.ndarray, targets: np.ndarray) -> None:
     if predictions.size != targets.size or len(predictions) != len(targets):
@@ -65,15 +70,8 @@ class _OfClasses(Metric):
         self._threshold = threshold
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
-        if self._threshold is not None or predictions.ndim < 2 or predictions.shape[1] == 1:
-            _check_sizes(predictions, targets)
-            self._add(predictions.reshape(len(predictions), -1), (targets > 0.5).reshape(len(predictions), -1))
-            return
-        labels = targets.argmax(1) if targets.shape == predictions.shape else targets
-        _check_sizes(predictions[:, 0], labels)
-        scores = np.moveaxis(predictions, 1, -1).reshape(-1, predictions.shape[1])
-        labels = labels.reshape(-1).astype(np.int64)
-        self._add(scores[labels >= 0], labels[labels >= 0])
+        scores, labels, _ = items(predictions, targets, self._threshold)
+        self._add(scores, labels)
 
     @abstractmethod
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
@@ -86,8 +84,74 @@ class _OfClasses(Metric):
         return scores.argmax(1), labels
 
 
+def items(
+    predictions: np.ndarray, targets: np.ndarray, threshold: float | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return scores [items, classes], a class index each, and the row of each.
+
+    For decisions, labels are booleans [items, decisions]. Items without a label are left out.
+    """
+    positions = predictions.size // max(predictions.shape[0] * (predictions.shape[1] if predictions.ndim > 1 else 1), 1)
+    rows = np.repeat(np.arange(len(predictions)), positions)
+    if threshold is not None or predictions.ndim < 2 or predictions.shape[1] == 1:
+        _check_sizes(predictions, targets)
+        scores, labels = (np.atleast_2d(x.T).T for x in (predictions, (targets > 0.5).reshape(predictions.shape)))
+        scores, labels = (np.moveaxis(x, 1, -1).reshape(-1, x.shape[1]) for x in (scores, labels))
+        return scores, labels, rows
+    indices = targets.argmax(1) if targets.shape == predictions.shape else targets
+    _check_sizes(predictions[:, 0], indices)
+    scores = np.moveaxis(predictions, 1, -1).reshape(-1, predictions.shape[1])
+    indices = indices.reshape(-1).astype(np.int64)
+    counts = indices >= 0
+    return (scores, indices, rows) if counts.all() else (scores[counts], indices[counts], rows[counts])
+
+
+def probabilities(scores: np.ndarray, kind: str | None, decisions: bool = False) -> np.ndarray:
+    """Return scores as probabilities along the last axis; each decision has its own.
+
+    `kind` is `logits`, `probabilities` or `log-probabilities` (default: read off the values).
+    """
+    if kind is None:
+        is_one = decisions or np.allclose(scores.sum(-1), 1, atol=1e-3)
+        kind = "probabilities" if (scores >= 0).all() and (scores <= 1).all() and is_one else "logits"
+    if kind == "probabilities":
+        return scores
+    if kind == "log-probabilities":
+        return np.exp(scores)
+    if decisions:
+        return np.exp(-np.logaddexp(0, -scores))
+    powers = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.asarray(powers / powers.sum(-1, keepdims=True))
+
+
+class Sums(NamedTuple):
+    """Counts of classes, on the last axis: chosen rightly, chosen, and present."""
+
+    hits: np.ndarray
+    chosen: np.ndarray
+    present: np.ndarray
+    are_decisions: bool
+
+    def mean(self, parts: np.ndarray, wholes: np.ndarray, positive: bool, counted: np.ndarray) -> np.ndarray:
+        """Return the mean of `parts / wholes` over the `counted` classes, or that of the second alone."""
+        shares = np.divide(parts, wholes, out=np.zeros(parts.shape), where=wholes > 0)
+        if positive and shares.shape[-1] == 2:
+            return np.asarray(shares[..., 1])
+        number = counted.sum(-1)
+        mean = np.where(counted, shares, 0.0).sum(-1) / np.maximum(number, 1)
+        return np.asarray(np.where(number > 0, mean, np.nan))
+
+    @property
+    def occurs(self) -> np.ndarray:
+        return self.chosen + self.present > 0
+
+
 class Accuracy(_OfClasses):
     """The share of labels that have the highest score."""
+
+    @staticmethod
+    def of(sums: Sums) -> np.ndarray:
+        return np.asarray(sums.hits.sum(-1) / sums.present.sum(-1))
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__(threshold)
@@ -120,82 +184,201 @@ class TopK(Accuracy):
         self._count(np.sum(scores > own, axis=1) < self._k)
 
 
-class _Confusion(_OfClasses):
-    """Counts of label and chosen class. Of two classes the second is positive; else the mean
-    counts."""
+class ExactMatch(Accuracy):
+    """The share of rows of which all decisions are right."""
+
+    def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        right = (scores > (self._threshold or 0.0)) == labels if labels.dtype == bool else scores.argmax(1) == labels
+        self._count(right.reshape(len(right), -1).all(1))
+
+
+class Confusion(_OfClasses):
+    """Counts of label and chosen class; one table for classes, or one for each kind of decision.
+
+    Of two classes the second is positive; else the mean over classes counts.
+    """
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__(threshold)
-        self._counts = np.zeros((0, 0), np.int64)
+        self.tables = np.zeros((0, 0, 0), np.int64)
+        """[kinds of decisions, 2, 2] or [1, classes, classes]; label first."""
+        self.are_decisions = False
 
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
-        chosen, right = self._choose(scores, labels)
-        classes = max(2, scores.shape[1] if labels.dtype != bool else 2, int(right.max(initial=0)) + 1)
-        counts = np.zeros((classes, classes), np.int64)
-        np.add.at(counts, (right, chosen), 1)
-        self._add_counts(counts)
+        self.are_decisions = labels.dtype == bool
+        if self.are_decisions:
+            kinds = scores.shape[1]
+            cells = 4 * np.arange(kinds) + 2 * labels + (scores > (self._threshold or 0.0))
+            self._grow((kinds, 2, 2))
+            self.tables += np.bincount(cells.reshape(-1), minlength=4 * kinds).reshape(kinds, 2, 2)
+            return
+        self._grow((1, *(max(2, scores.shape[1], int(labels.max(initial=0)) + 1),) * 2))
+        np.add.at(self.tables[0], (labels, scores.argmax(1)), 1)
 
     def merge(self, other: Self) -> None:
-        self._add_counts(other._counts)
+        self.are_decisions |= other.are_decisions
+        self._grow(other.tables.shape)
+        kinds, classes, _ = other.tables.shape
+        self.tables[:kinds, :classes, :classes] += other.tables
 
-    def _add_counts(self, counts: np.ndarray) -> None:
-        total = np.zeros((max(len(counts), len(self._counts)),) * 2, np.int64)
-        for table in (counts, self._counts):
-            total[: len(table), : len(table)] += table
-        self._counts = total
+    def _grow(self, shape: Sequence[int]) -> None:
+        more = [(0, max(wanted - size, 0)) for wanted, size in zip(shape, self.tables.shape, strict=True)]
+        self.tables = np.pad(self.tables, more) if any(after for _, after in more) else self.tables
 
-    def _average_over_classes(self, hits: np.ndarray, whole: np.ndarray) -> float:
-        of_classes = np.divide(hits, whole, out=np.zeros(len(hits)), where=whole > 0)
-        if len(of_classes) == 2:
-            return float(of_classes[1])
-        present = self._counts.sum(0) + self._counts.sum(1) > 0
-        return float(of_classes[present].mean()) if present.any() else float("nan")
+    def sums(self) -> Sums:
+        table = self.tables.sum(0)
+        return Sums(np.diag(table), table.sum(0), table.sum(1), self.are_decisions)
+
+    @staticmethod
+    @abstractmethod
+    def of(sums: Sums) -> np.ndarray:
+        """Return the metric of counts; further axes come first."""
+
+    def result(self) -> float:
+        return float(self.of(self.sums())) if self.tables.size else float("nan")
 
 
-class Precision(_Confusion):
+class Precision(Confusion):
     """The share of chosen items that are right."""
 
-    def result(self) -> float:
-        return self._average_over_classes(np.diag(self._counts), self._counts.sum(0))
+    @staticmethod
+    def of(sums: Sums) -> np.ndarray:
+        return sums.mean(sums.hits, sums.chosen, True, sums.occurs)
 
 
-class Recall(_Confusion):
+class Recall(Confusion):
     """The share of right items that were chosen."""
 
-    def result(self) -> float:
-        return self._average_over_classes(np.diag(self._counts), self._counts.sum(1))
+    @staticmethod
+    def of(sums: Sums) -> np.ndarray:
+        return sums.mean(sums.hits, sums.present, True, sums.occurs)
 
 
-class F1(_Confusion):
+class F1(Confusion):
     """The harmonic mean of precision and recall."""
 
-    def result(self) -> float:
-        return self._average_over_classes(2 * np.diag(self._counts), self._counts.sum(0) + self._counts.sum(1))
+    @staticmethod
+    def of(sums: Sums) -> np.ndarray:
+        return sums.mean(2 * sums.hits, sums.chosen + sums.present, True, sums.occurs)
 
 
-class AUC(_OfClasses):
-    """The probability that an item of a class scores higher than another; mean over classes."""
+class BalancedAccuracy(Confusion):
+    """The mean recall of the classes that are present, also of two."""
+
+    @staticmethod
+    def of(sums: Sums) -> np.ndarray:
+        return sums.mean(sums.hits, sums.present, False, sums.present > 0)
+
+
+class MCC(Confusion):
+    """Matthews' correlation coefficient of labels and choices."""
+
+    @staticmethod
+    def of(sums: Sums) -> np.ndarray:
+        hits, chosen, present = (x.astype(np.float64) for x in sums[:3])
+        total = present.sum(-1)
+        covariance = hits.sum(-1) * total - (chosen * present).sum(-1)
+        scale = np.sqrt((total**2 - (chosen**2).sum(-1)) * (total**2 - (present**2).sum(-1)))
+        return np.asarray(np.divide(covariance, scale, out=np.zeros(scale.shape), where=scale > 0))
+
+
+class IoU(Confusion):
+    """The intersection over the union of label and choice; of classes the mean, also of two."""
+
+    @staticmethod
+    def of(sums: Sums) -> np.ndarray:
+        return sums.mean(sums.hits, sums.chosen + sums.present - sums.hits, sums.are_decisions, sums.occurs)
+
+
+class Dice(Confusion):
+    """Twice the intersection over the sum of sizes; of classes the mean, also of two."""
+
+    @staticmethod
+    def of(sums: Sums) -> np.ndarray:
+        return sums.mean(2 * sums.hits, sums.chosen + sums.present, sums.are_decisions, sums.occurs)
+
+
+class Ranking(_OfClasses):
+    """A metric of the order of scores, which keeps all of them; mean over classes."""
 
     def __init__(self, threshold: float | None = None) -> None:
         super().__init__(threshold)
         self._batches: list[tuple[np.ndarray, np.ndarray]] = []
+        self._areas: list[tuple[float, float]] = []  # of each class, once computed: sorting takes long
 
     def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
         self._batches.append((scores, labels))
+        self._areas.clear()
 
     def merge(self, other: Self) -> None:
         self._batches += other._batches
+        self._areas.clear()
 
-    def result(self) -> float:
+    @property
+    def kept(self) -> int:
+        return sum(scores.size for scores, _ in self._batches)
+
+    def _mean(self, kind: int) -> float:
+        """Return the mean over classes of one of `_areas_of`."""
+        if not self._areas:
+            self._areas.extend(_areas_of(*pair) for pair in self._of_classes())
+        areas = [pair[kind] for pair in self._areas if not math.isnan(pair[kind])]
+        return float(np.mean(areas)) if areas else float("nan")
+
+    def best_threshold(self, scores: str | None) -> tuple[float, float] | None:
+        """Return the probability from which a yes gives the best F1, and that F1; None for several classes."""
+        pairs = list(self._of_classes(scores))
+        if len(pairs) != 1 or not pairs[0][1].any():
+            return None
+        ranked, hits, count = _ranked(*pairs[0])
+        f1 = 2 * hits / (count + hits[-1])
+        return float(ranked[f1.argmax()]), float(f1.max())
+
+    def _of_classes(self, kind: str | None = "") -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield scores and membership of each class; scores are probabilities if `kind` says what they are."""
         if not self._batches:
-            return float("nan")
+            return
         scores, labels = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
         if labels.dtype == bool:
-            areas = [_area(scores[:, i], labels[:, i]) for i in range(scores.shape[1])]
+            scores = scores if kind == "" else probabilities(scores.astype(np.float64), kind, True)
+            yield from ((scores[:, i], labels[:, i]) for i in range(scores.shape[1]))
+        elif kind != "" and scores.shape[1] == 2:
+            yield probabilities(scores.astype(np.float64), kind)[:, 1], labels == 1
         else:
-            areas = [_area(chances, labels == i) for i, chances in _chances(scores).items()]
-        areas_of_classes = [area for area in areas if area == area]
-        return float(np.mean(areas_of_classes)) if areas_of_classes else float("nan")
+            yield from ((chances, labels == i) for i, chances in _chances(scores).items())
+
+
+class AUC(Ranking):
+    """The probability that an item of a class scores higher than another; mean over classes."""
+
+    def result(self) -> float:
+        return self._mean(0)
+
+
+class AveragePrecision(Ranking):
+    """The area below the curve of precision over recall, in steps; mean over classes."""
+
+    def result(self) -> float:
+        return self._mean(1)
+
+
+def _areas_of(scores: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
+    """Return the areas below the ROC curve and below that of precision over recall; NaN without both kinds of items."""
+    if not positive.any():
+        return float("nan"), float("nan")
+    _, hits, count = _ranked(scores, positive)
+    gains, misses = np.diff(hits, prepend=0), np.diff(count - hits, prepend=0)
+    pairs = int(hits[-1]) * int(count[-1] - hits[-1])
+    area = float(np.sum(misses * (2 * hits - gains))) / 2 / pairs if pairs else float("nan")
+    return area, float(np.sum(gains * hits / count) / hits[-1])
+
+
+def _ranked(scores: np.ndarray, positive: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return distinct scores in descending order, and how many positive and all items have at least that score."""
+    order = np.argsort(-scores, kind="stable")
+    ranked = scores[order]
+    last = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)
+    return ranked[last], np.cumsum(positive[order])[last], last + 1
 
 
 def _chances(scores: np.ndarray) -> dict[int, np.ndarray]:
@@ -203,19 +386,80 @@ def _chances(scores: np.ndarray) -> dict[int, np.ndarray]:
     scores = scores.astype(np.float64)
     if scores.shape[1] == 2:
         return {1: scores[:, 1] - scores[:, 0]}
-    if (scores < 0).any() or not np.allclose(scores.sum(1), 1, atol=1e-3):
-        powers = np.exp(scores - scores.max(1, keepdims=True))
-        scores = powers / powers.sum(1, keepdims=True)
-    return dict(enumerate(scores.T))
+    return dict(enumerate(probabilities(scores, None).T))
 
 
-def _area(scores: np.ndarray, positive: np.ndarray) -> float:
-    if positive.all() or not positive.any():
-        return float("nan")
-    _, where, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[where]
-    count = int(positive.sum())
-    return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * (len(scores) - count)))
+class _OfProbabilities(_OfClasses):
+    """A metric of probabilities. `scores` says what the output is, as for `probabilities`."""
+
+    higher_is_better = False
+
+    def __init__(self, threshold: float | None = None, scores: str | None = None) -> None:
+        super().__init__(threshold)
+        self._scores = scores
+
+    def merge(self, other: Self) -> None:
+        for name, sum_of_other in vars(other).items():
+            if not name.startswith("_"):
+                setattr(self, name, getattr(self, name) + sum_of_other)
+
+
+class LogLoss(_OfProbabilities):
+    """The mean of -log p of the right class."""
+
+    def __init__(self, threshold: float | None = None, scores: str | None = None) -> None:
+        super().__init__(threshold, scores)
+        self.total, self.count = 0.0, 0
+
+    def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        losses = self.losses(scores, labels)
+        self.total, self.count = self.total + float(losses.sum()), self.count + losses.size
+
+    def losses(self, scores: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Return -log p of each item, in float64; probabilities are kept from 0, as in scikit-learn."""
+        are_decisions = labels.dtype == bool
+        wide = scores.astype(np.float64)
+        if self._scores == "logits":
+            if are_decisions:
+                return np.logaddexp(0, np.where(labels, -wide, wide))
+            of_label = np.take_along_axis(wide, labels[:, None], 1)[:, 0]
+            most = wide.max(1)
+            return np.asarray(np.log(np.exp(wide - most[:, None]).sum(1)) + most - of_label)
+        p = probabilities(wide, self._scores, are_decisions)
+        p = np.where(labels, p, 1 - p) if are_decisions else np.take_along_axis(p, labels[:, None], 1)[:, 0]
+        least = float(np.finfo(scores.dtype if scores.dtype.kind == "f" else np.float32).eps)
+        return np.asarray(-np.log(np.clip(p, least, 1 - least)))
+
+    def result(self) -> float:
+        return self.total / self.count if self.count else float("nan")
+
+
+class CalibrationError(_OfProbabilities):
+    """ECE: how far confidence is from the share of right answers, mean over items in `bins` equal bins.
+
+    Confidence is the probability of the chosen class; for a decision, that of yes.
+    """
+
+    def __init__(self, bins: int = 15, threshold: float | None = None, scores: str | None = None) -> None:
+        super().__init__(threshold, scores)
+        self._bins = int(bins)
+        self.counts, self.confidences, self.rights = (np.zeros(self._bins) for _ in range(3))
+
+    def _add(self, scores: np.ndarray, labels: np.ndarray) -> None:
+        p = probabilities(scores.astype(np.float64), self._scores, labels.dtype == bool)
+        if labels.dtype == bool:
+            confidence, right = p.reshape(-1), labels.reshape(-1)
+        else:
+            confidence, right = p.max(1, initial=0), scores.argmax(1) == labels
+        edges = np.linspace(0, 1, self._bins + 1)
+        bins = np.clip(np.digitize(confidence, edges) - 1, 0, self._bins - 1)
+        self.counts += np.bincount(bins, minlength=self._bins)
+        self.confidences += np.bincount(bins, confidence, minlength=self._bins)
+        self.rights += np.bincount(bins, right, minlength=self._bins)
+
+    def result(self) -> float:
+        total = self.counts.sum()
+        return float(np.abs(self.confidences - self.rights).sum() / total) if total else float("nan")
 
 
 # ---- amounts ---------------------------------------------------------------------------------------------------------
@@ -226,8 +470,8 @@ class _OfAmounts(Metric):
 
     def __init__(self) -> None:
         self._count = 0
-        self._absolute, self._squared, self._mean, self._variation = (np.zeros(()) for _ in range(4))
-        """The sum of squares of differences to the mean."""
+        self._absolute, self._squared, self._relative, self._mean, self._variation = (np.zeros(()) for _ in range(5))
+        """The last is the sum of squares of differences to the mean."""
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
         _check_sizes(predictions, targets)
@@ -236,6 +480,7 @@ class _OfAmounts(Metric):
         batch = type(self)()
         batch._count, batch._mean = len(expected), expected.mean(0)
         batch._absolute, batch._squared = np.abs(difference).sum(0), np.square(difference).sum(0)
+        batch._relative = (np.abs(difference) / np.maximum(np.abs(expected), np.finfo(np.float64).eps)).sum(0)
         batch._variation = np.square(expected - batch._mean).sum(0)
         self.merge(batch)
 
@@ -243,6 +488,7 @@ class _OfAmounts(Metric):
         if not other._count:
             return
         self._absolute, self._squared = self._absolute + other._absolute, self._squared + other._squared
+        self._relative = self._relative + other._relative
         shift, total = other._mean - self._mean, self._count + other._count  # Chan et al. 1979: sums of variances
         self._variation = self._variation + other._variation + shift**2 * (self._count * other._count / total)
         self._mean = self._mean + shift * (other._count / total)
@@ -267,6 +513,24 @@ class RMSE(_OfAmounts):
         return float(np.sqrt(np.mean(self._squared / self._count))) if self._count else float("nan")
 
 
+class MSE(_OfAmounts):
+    """The mean squared difference."""
+
+    higher_is_better = False
+
+    def result(self) -> float:
+        return float(np.mean(self._squared / self._count)) if self._count else float("nan")
+
+
+class MAPE(_OfAmounts):
+    """The mean of absolute differences divided by absolute targets."""
+
+    higher_is_better = False
+
+    def result(self) -> float:
+        return float(np.mean(self._relative / self._count)) if self._count else float("nan")
+
+
 class R2(_OfAmounts):
     """The share of the variance that predictions explain; the mean over columns."""
 
@@ -278,16 +542,64 @@ class R2(_OfAmounts):
         return float(np.mean(np.where(varies, 1 - self._squared / np.where(varies, self._variation, 1.0), perfect)))
 
 
+class MedianError(Metric):
+    """The median absolute difference, mean over columns. Keeps all differences."""
+
+    higher_is_better = False
+
+    def __init__(self) -> None:
+        self._differences: list[np.ndarray] = []
+
+    def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
+        _check_sizes(predictions, targets)
+        difference = predictions.astype(np.float64).reshape(len(targets), -1) - targets.reshape(len(targets), -1)
+        self._differences.append(difference.astype(np.float32))
+
+    def merge(self, other: Self) -> None:
+        self._differences += other._differences
+
+    @property
+    def kept(self) -> int:
+        return sum(map(np.size, self._differences))
+
+    def result(self) -> float:
+        if not self._differences:
+            return float("nan")
+        return float(np.median(np.abs(np.concatenate(self._differences)), 0).mean())
+
+    def summary(self) -> dict[str, float]:
+        """Return mean, deviation and quartiles of predictions minus targets."""
+        if not self._differences:
+            return {}
+        residuals = np.concatenate(self._differences).astype(np.float64)
+        names = ("min", "25%", "median", "75%", "max")
+        quartiles = np.quantile(residuals, [0, 0.25, 0.5, 0.75, 1])
+        return {"mean": float(residuals.mean()), "std": float(residuals.std())} | dict(
+            zip(names, map(float, quartiles), strict=True)
+        )
+
+
 METRICS: Mapping[str, type[Metric]] = {
     "accuracy": Accuracy,
     "top_k": TopK,
+    "exact_match": ExactMatch,
+    "balanced_accuracy": BalancedAccuracy,
     "precision": Precision,
     "recall": Recall,
     "f1": F1,
+    "mcc": MCC,
     "auc": AUC,
-    "mae": MAE,
+    "pr_auc": AveragePrecision,
+    "iou": IoU,
+    "dice": Dice,
+    "log_loss": LogLoss,
+    "ece": CalibrationError,
+    "mse": MSE,
     "rmse": RMSE,
+    "mae": MAE,
     "r2": R2,
+    "mape": MAPE,
+    "median_error": MedianError,
 }
 
 
@@ -302,6 +614,47 @@ def make(spec: str, **defaults: Any) -> Metric:
     parameters = inspect.signature(metric).parameters
     check_options(f"the metric `{parsed.name}`", parsed.options, parameters)
     return metric(**{**{name: value for name, value in defaults.items() if name in parameters}, **parsed.options})
+
+
+class Metrics:
+    """Several metrics by name. Those that accumulate the same sums share them."""
+
+    def __init__(self, names: Sequence[str], most: float = math.inf, **defaults: Any):
+        self._metrics = {name: make(name, **defaults) for name in names}
+        self._keys = {name: (_adding(type(metric)), str(parse(name).options)) for name, metric in self._metrics.items()}
+        self._sums = {self._keys[name]: metric for name, metric in self._metrics.items()}
+        self._most = most
+        self.dropped: list[str] = []
+        """Metrics that would keep more than `most` values."""
+
+    def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
+        for key, metric in list(self._sums.items()):
+            metric.add(predictions, targets)
+            if metric.kept > self._most:
+                del self._sums[key]
+                self.dropped += [name for name in self._metrics if self._keys[name] == key]
+
+    def gather(self, gather: Callable[[Metric], Sequence[Metric]]) -> None:
+        """Add the sums of other processes: `gather` returns those of all."""
+        for key, metric in self._sums.items():
+            self._sums[key], *others = gather(metric)
+            for other in others:
+                self._sums[key].merge(other)
+
+    def __iter__(self) -> Iterator[Metric]:
+        """Yield a metric for each kind of sums."""
+        return iter(self._sums.values())
+
+    def results(self) -> dict[str, float]:
+        kept = {name: metric for name, metric in self._metrics.items() if name not in self.dropped}
+        for name, metric in kept.items():
+            vars(metric).update(vars(self._sums[self._keys[name]]))
+        return {name: metric.result() for name, metric in kept.items()}
+
+
+def _adding(cls: type[Metric]) -> type:
+    """Return the class that defines what a metric accumulates."""
+    return next(base for base in cls.__mro__ if {"add", "_add"} & vars(base).keys())
 
 
 # ---- the metrics of a training model ---------------------------------------------------------------------------------
@@ -330,6 +683,12 @@ class Objective:
     def by_number(self) -> bool:
         """True if targets are class indices."""
         return self.name == "nll" or (self.name == "cross_entropy" and "target" not in self.options)
+
+    @property
+    def ignored(self) -> int | None:
+        """Class index that is ignored."""
+        # Only smoothed cross-entropy, a function of Onward, ignores a label by default.
+        return self.options.get("ignore_index", NO_LABEL if self.options.get("label_smoothing") else None)
 
 
 def objectives(training: Model) -> list[Objective]:
@@ -363,9 +722,7 @@ def labels_of(training: Model) -> Labels | None:
         if not loss.by_number or loss.target is None or shape is None or len(shape) < 2:
             continue
         if isinstance(count := shape[loss.axis], int):
-            # Only smoothed cross-entropy, a function of Onward, ignores a label by default.
-            default = NO_LABEL if loss.options.get("label_smoothing") else None
-            return Labels(loss.target, count, loss.options.get("ignore_index", default))
+            return Labels(loss.target, count, loss.ignored)
     return None
 
 
@@ -385,6 +742,9 @@ def class_names(model: Model, count: int) -> tuple[str, ...]:
     return lists.pop() if len(lists) == 1 else ()
 
 
+Pair = tuple[np.ndarray, np.ndarray]
+
+
 @dataclasses.dataclass(frozen=True)
 class Measures:
     """Metrics on validation data, with the output and the input that they compare."""
@@ -402,6 +762,8 @@ class Measures:
     """True if targets are class indices."""
     ignored: int | None = None
     """The ignored class index."""
+    scores: str | None = None
+    """What the output is: `logits`, `probabilities` or `log-probabilities`, if known."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -420,12 +782,19 @@ class Measures:
                 hint=f"choose `{OF_LOSS}`, which needs the loss alone",
             )
 
-    def make(self) -> dict[str, Metric]:
-        return {name: make(name, threshold=self.threshold) for name in self.names if name != OF_LOSS}
+    def make(self, most: float = math.inf) -> Metrics:
+        names = [name for name in self.names if name != OF_LOSS]
+        return Metrics(names, most, threshold=self.threshold, scores=self.scores)
 
-    def countable(self, targets: np.ndarray) -> np.ndarray:
-        """Return targets as metrics take them: negative class indices are ignored."""
-        return np.where(targets == self.ignored, -1, targets) if self.are_classes else targets
+    def pairs(self, results: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray], samples: int) -> Pair:
+        """Return predictions with classes on axis 1, and targets; negative class indices do not count."""
+        assert self.output is not None and self.target is not None
+        predictions, targets = results[self.output][:samples], batch[self.target][:samples]
+        if self.axis != 1 and predictions.ndim > 1:
+            predictions = np.moveaxis(predictions, self.axis, 1)
+        if self.are_classes and self.ignored is not None:
+            targets = np.where(targets == self.ignored, -1, targets)
+        return predictions, targets
 
     def is_better(self, value: float, best: float | None) -> bool:
         if best is None or not math.isfinite(value):
@@ -446,6 +815,13 @@ _SUITABLE = {
 """The default metric by the name of the only loss."""
 _THRESHOLDS = {"binary_cross_entropy": 0.5, "bce_with_logits": 0.0, "hinge": 0.0, "squared_hinge": 0.0}
 """Losses of decisions -> the threshold above which their output means yes."""
+_SCORES = {
+    "cross_entropy": "logits",
+    "bce_with_logits": "logits",
+    "nll": "log-probabilities",
+    "binary_cross_entropy": "probabilities",
+}
+"""Losses of classes -> what they take."""
 
 
 def chosen_metrics(training: Model, metrics: Sequence[str] | str | None, monitor: str | None) -> tuple[str, ...]:
@@ -459,15 +835,28 @@ def chosen_metrics(training: Model, metrics: Sequence[str] | str | None, monitor
 
 def measures_of(training: Model, metrics: Sequence[str], monitor: str | None) -> Measures:
     """Return the metrics for the loss of a training model (default monitor: the first)."""
-    loss = next(iter(objectives(training)), Objective(""))
-    labels = labels_of(training)
+    objective, labels = next(iter(objectives(training)), Objective("")), labels_of(training)
+    ignored = labels.ignored if labels is not None and labels.name == objective.target else None
+    return measures_for(objective, metrics, monitor, ignored)
+
+
+def measures_for(
+    objective: Objective,
+    metrics: Sequence[str],
+    monitor: str | None = None,
+    ignored: int | None = None,
+    scores: str | None = None,
+) -> Measures:
+    """Return the metrics for a loss. `scores` says what its output is (default: what the loss takes)."""
+    threshold = _THRESHOLDS.get(objective.name)
     return Measures(
         tuple(metrics),
-        loss.output,
-        loss.target,
+        objective.output,
+        objective.target,
         monitor or (metrics[0] if metrics else "loss"),
-        axis=loss.axis,
-        threshold=_THRESHOLDS.get(loss.name),
-        are_classes=loss.by_number,
-        ignored=labels.ignored if labels is not None and labels.name == loss.target else None,
+        axis=objective.axis,
+        threshold=threshold if threshold is None or scores != "probabilities" else 0.5,
+        are_classes=objective.by_number,
+        ignored=ignored,
+        scores=scores or _SCORES.get(objective.name),
     )

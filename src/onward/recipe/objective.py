@@ -319,14 +319,25 @@ _NOT_FOR_SCORES = {"binary_cross_entropy": "bce_with_logits", "nll": "cross_entr
 _TAKES = {"binary_cross_entropy": "probabilities", "nll": "log-probabilities", "ctc": "log-probabilities"}
 
 
+def source_of_scores(value: ir.Value) -> tuple[ir.Node | None, int]:
+    """Return the node that computes an output, behind nodes that only hand it on, and the number of transposes."""
+    node, turns = value.producer(), 0
+    while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0]:
+        turns += node.op_type == "Transpose"
+        node = node.inputs[0].producer()
+    return node, turns
+
+
+def is_of_scores(node: ir.Node | None) -> bool:
+    """True if a node computes scores, which are no probabilities."""
+    return node is not None and node.op_type in _GIVE_SCORES
+
+
 def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Iterator[str]:
     """Yield a sentence for each loss that reads probabilities instead of scores, or the reverse."""
     for term, value in zip(summands, predictions, strict=True):
         loss = LOSSES.get(term.spec.name)
-        node, turns = value.producer(), 0
-        while node is not None and node.op_type in _HANDED_ON and node.inputs and node.inputs[0]:
-            turns += node.op_type == "Transpose"
-            node = node.inputs[0].producer()
+        node, turns = source_of_scores(value)
         if node is None or loss is None or term.custom is not None:
             continue
         is_ctc, options = loss.name == "ctc", dict(term.spec.options)
@@ -341,7 +352,7 @@ def unsuitable(summands: Sequence[Term], predictions: Sequence[ir.Value]) -> Ite
             if is_ctc and turns % 2:  # the scores before the Transpose
                 options["batch_first"] = not options.get("batch_first", False)
             spec = f"{scores.name}={_instead(instead, options)}"
-        elif loss.name in _NOT_FOR_SCORES and takes != "logits" and node.op_type in _GIVE_SCORES:
+        elif loss.name in _NOT_FOR_SCORES and takes != "logits" and is_of_scores(node):
             given, spec = "logits", _instead(_NOT_FOR_SCORES[loss.name], options)
         else:
             continue

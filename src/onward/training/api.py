@@ -38,7 +38,7 @@ from onward.run_state.reading import blame_model, last_update, rate_now, read_tr
 from onward.training.callbacks import Callback
 from onward.training.config import Config, refuse_placeholders, settings_from
 from onward.training.data import Dataset, differences, in_parts, not_compared, open_data, split
-from onward.training.feed import Feed, calibrate_on, open_feed
+from onward.training.feed import Feed, calibrate_on, describe_run, open_feed
 from onward.training.folder import Folder, Follower
 from onward.training.loop import Loop
 from onward.training.lr_finder import find_lr
@@ -168,6 +168,7 @@ def train(
     folder, progress = _folder(run, original, group), Position()
     with folder.begin(original, training, resolved.to_json(), progress), resolved.start_engine(training) as loaded:
         feed = open_feed(loaded, resolved, prepared.data)
+        describe_run(loaded.model, feed, resolved)
         resolved = dataclasses.replace(resolved, classes=list(feed.classes) if feed.classes else None)
         folder.configure(resolved.to_json())
         progress.data = group.gather(feed.identify() if group.is_first else None)[0]
@@ -234,6 +235,7 @@ def resume(
             notes.append(f"precision `{before.precision}` belongs to {before.engine}; continuing in the model's type")
         with config.start_engine(training) as loaded:
             feed = open_feed(loaded, config)
+            describe_run(loaded.model, feed, config)
             facts = group.gather(feed.identify() if group.is_first else None)[0]
             notes += _recognize(progress, facts, data_changed)
             folder.configure(config.to_json())

@@ -204,7 +204,7 @@ class BestModelCallback(Callback):
             at.best, at.since_best = value, 0
             with status.engine.snapshot() as model:
                 if model is not None:
-                    self._folder.export(model, BEST)
+                    self._folder.export(model, BEST, status.results)
             status.log("save", step=at.step, best=True)
         elif value is not None and at.epoch:
             at.since_best += 1

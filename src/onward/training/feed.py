@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from onward.engines.distributed import Portion
 from onward.errors import DataError, UnsupportedError, list_names
 from onward.model import Model
 from onward.options import Last
+from onward.recipe.description import Description
 from onward.recipe.metrics import OF_LOSS, Labels, Measures, class_names, labels_of, objectives
 from onward.recipe.quantize import calibrate, has_ranges, needs_calibration
 from onward.training.config import Config
@@ -71,6 +72,8 @@ class Feed:
     """The only batch size of the model, if it is fixed."""
     classes: tuple[str, ...] | None = None
     """Class names of the labels."""
+    columns: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    """Columns of each input and target."""
     sources: tuple[_Source, ...] = ()
     """The data before a split, and separate validation data, if any."""
 
@@ -78,6 +81,13 @@ class Feed:
         """Return the facts by which `resume` recognizes the data."""
         facts = [identify(data.data, columns_of(data.bindings), files_of(data.source)) for data in self.sources]
         return dict(zip(("data", "validation"), facts, strict=False))
+
+
+def describe_run(training: Model, feed: Feed, config: Config) -> None:
+    """Write into a training model what its inference models say about themselves."""
+    Description.of_training(
+        training, feed.classes, feed.columns, config.recipe, keeps_preprocessing=config.keep_preprocessing
+    ).write(training)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +148,12 @@ def open_feed(engine: Engine, config: Config, opened: Dataset | Stream | None = 
             hint="export the model with a dynamic batch size, or train without validation data",
         )
     validation = batches(held_out, False, "keep" if fixed is None else "pad") if held_out is not None else None
-    classes = train_source.bindings[labels.name].classes if labels is not None else None
+    target = next((o.target for o in objectives(engine.model) if o.target in train_source.bindings), None)
+    classes = train_source.bindings[target].classes if target is not None else None
     other = held_out if held_out is not None and held_out.source is not None else None
     sources = (whole,) if other is None else (whole, other)
-    return Feed(training, validation, list(notes), fixed, classes, sources)
+    columns = {name: binding.columns for name, binding in train_source.bindings.items()}
+    return Feed(training, validation, list(notes), fixed, classes, columns, sources)
 
 
 _MOST_NAMES = 6
@@ -214,6 +226,21 @@ def _match_alike(
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
+def outputs_of(
+    compute: Callable[[Batch], Mapping[str, np.ndarray]], batches: Iterable[tuple[Batch, int]], size: int | None = None
+) -> Iterator[tuple[Batch, Mapping[str, np.ndarray], int]]:
+    """Yield each batch with its outputs, and the number of samples that count: the first ones.
+
+    Batches come with that number. Padding, also to a fixed `size`, is copies of the last sample that counts.
+    """
+    for batch, samples in batches:
+        filled = max(samples_in(batch), size or 0)
+        if samples < filled:
+            rows = np.minimum(np.arange(filled), samples - 1)
+            batch = {name: array[rows] for name, array in batch.items()}
+        yield batch, compute(batch), samples
+
+
 def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Measures) -> dict[str, float]:
     """Return the metrics of a model over batches, each with its number of samples that count.
 
@@ -221,11 +248,7 @@ def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Mea
     """
     metrics = measures.make()
     total, count = 0.0, 0
-    for whole, samples in batches:
-        batch = whole
-        if samples < samples_in(whole):  # padding becomes copies of the last sample that counts
-            batch = {name: array[np.minimum(np.arange(len(array)), samples - 1)] for name, array in whole.items()}
-        results = engine.evaluate(batch)
+    for batch, results, samples in outputs_of(engine.evaluate, batches):
         if engine.loss not in results:
             raise UnsupportedError(
                 "cannot validate: the loss depends on random numbers or gradients", hint="train without validation data"
@@ -233,18 +256,11 @@ def evaluate(engine: Engine, batches: Iterable[tuple[Batch, int]], measures: Mea
         total, count = total + _sum_of_losses(engine, batch, samples, float(results[engine.loss])), count + samples
         if samples < engine.group.size and not engine.group.is_first:
             continue  # every process has the same samples
-        for metric in metrics.values():
-            assert measures.output is not None and measures.target is not None
-            predictions = results[measures.output][:samples]
-            if measures.axis != 1 and predictions.ndim > 1:
-                predictions = np.moveaxis(predictions, measures.axis, 1)
-            metric.add(predictions, measures.countable(batch[measures.target][:samples]))
-    for name, metric in metrics.items():
-        metrics[name], *others = engine.group.gather(metric)
-        for other in others:
-            metrics[name].merge(other)
+        if measures.output is not None and measures.target is not None:
+            metrics.add(*measures.pairs(results, batch, samples))
+    metrics.gather(engine.group.gather)
     loss = total / count if count else math.nan
-    values = {"loss": loss} | {name: metric.result() for name, metric in metrics.items()}
+    values = {"loss": loss} | metrics.results()
     if OF_LOSS in measures.names:
         values[OF_LOSS] = math.exp(loss) if loss < 700 else math.inf  # exp overflows at 709
     return {name: values[name] for name in ("loss", *measures.names)}

@@ -221,13 +221,14 @@ class Folder(Run):
         form = "data" if writers is not None and self._form == "auto" else self._form
         save(model, self.path / TRAINING, form, shared=self._shared_files(), writers=writers, checksums=True)
 
-    def export(self, model: Model, name: str) -> Path:
-        """Write the inference model with the current weights of a training model."""
-        return save(self._inference(model), self.path / name, self._form, shared=self._shared_files(), checksums=True)
+    def export(self, model: Model, name: str, results: Mapping[str, float]) -> Path:
+        """Write the inference model with the current weights of a training model, and its validation results."""
+        inference = self._inference(model, results)
+        return save(inference, self.path / name, self._form, shared=self._shared_files(), checksums=True)
 
     def export_last(self) -> None:
         """Write the inference model with the weights of the last save."""
-        self.export(self.load_training(), LAST)
+        self.export(self.load_training(), LAST, self._last_results())
 
     def note_lengths(self, position: Position) -> None:
         """Record the lengths of the log and the event file in the position."""
@@ -287,7 +288,7 @@ class Follower(Folder):
     def reopen(self) -> Iterator[Model]:
         yield self.load_training()
 
-    def export(self, model: Model, name: str) -> Path:
+    def export(self, model: Model, name: str, results: Mapping[str, float]) -> Path:
         return self.path / name
 
     def _leave(self, *_: Any, **__: Any) -> None:

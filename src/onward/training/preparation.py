@@ -121,18 +121,33 @@ def prepare_training(
         return PreparedRun(initialize(training), size, notes, preprocess=preprocess)
     inputs = {value.name or "": value for value in (*training.inputs, *training.step().algorithm.inputs)}
     by_input = pipelines(model, preprocess)
-    images = {name: pipeline for name, pipeline in by_input.items() if not pipeline.is_text}
-    if not images:
+    if all(pipeline.is_text for pipeline in by_input.values()):
         return PreparedRun(initialize(training), size, notes, opened, preprocess)
-    singles = {name: p for name, p in images.items() if p.raw is None or p.raw.dtype is ir.DataType.FLOAT}
-    source = open_data(data, images=format_for(inputs, singles), window=window)
-    check_masks(images, model, inputs, source.columns, columns)
-    resolved = with_data(images, inputs, source.columns, columns)
+    source, resolved = open_images(by_input, model, inputs, data, columns, window=window)
     text_specs = {name: pipeline.all_specs for name, pipeline in by_input.items() if pipeline.is_text}
     preprocess = {name: pipeline.all_specs for name, pipeline in resolved.items()} | text_specs
     for_raw_data = {name: as_bytes(pipeline).all_specs for name, pipeline in resolved.items()} | text_specs
     training = prepare(model, **{**recipe, "preprocess": preprocess})
     return PreparedRun(initialize(training), size, notes, source, for_raw_data)
+
+
+def open_images(
+    by_input: Mapping[str, Pipeline],
+    model: Model,
+    inputs: Mapping[str, ir.Value],
+    data: Any,
+    columns: Mapping[str, str | Sequence[str]],
+    **options: Any,
+) -> tuple[Dataset | Stream, dict[str, Pipeline]]:
+    """Open the data of image pipelines; return these with the type and shape of the data.
+
+    `inputs` are those of the model without preprocessing, and targets. `options` are for `open_data`.
+    """
+    images = {name: pipeline for name, pipeline in by_input.items() if not pipeline.is_text}
+    singles = {name: p for name, p in images.items() if p.raw is None or p.raw.dtype is ir.DataType.FLOAT}
+    source = open_data(data, images=format_for(inputs, singles), **options)
+    check_masks(images, model, inputs, source.columns, columns)
+    return source, with_data(images, inputs, source.columns, columns)
 
 
 def with_head_of(recipe: Mapping[str, Any], original: Model, seed: int) -> Model:

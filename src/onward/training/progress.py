@@ -7,8 +7,10 @@ only add numbers.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from onward.training.callbacks import Callback, Status
@@ -144,6 +146,33 @@ def _bar(console: Console) -> Bar:
     bar.add_task("starting", total=None, facts="")
     bar.start()
     return bar
+
+
+@contextlib.contextmanager
+def showing_rows(total: int | None, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show the progress of rows on a terminal. Yield a function that takes the number of rows so far."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda rows: None
+        return
+    bar = _bar(console)
+    start = due = time.perf_counter()
+
+    def advance(rows: int) -> None:
+        nonlocal due
+        if (now := time.perf_counter()) < due:
+            return
+        due, rate = now + _REDRAW, rows / max(now - start, 1e-9)
+        facts = [f"{rows:,} rows", f"{rate:,.0f} rows/s"]
+        facts += [f"{duration((total - rows) / rate)} left"] if total else []
+        bar.update(bar.task_ids[0], completed=rows, total=total, description="", facts="  ".join(facts), refresh=True)
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
 
 
 def short(value: float) -> str:

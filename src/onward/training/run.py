@@ -34,6 +34,7 @@ from onward.model.storage import goes_outside, is_external
 from onward.model.storage.files import reason, regular
 from onward.model.storage.tensor_sites import inside
 from onward.recipe import lora
+from onward.recipe.description import copy_description
 from onward.recipe.exporter_notes import Restored
 from onward.recipe.lora.adapters import adapters
 from onward.training.config import EDITED, Natural, parse_json_as, read_settings
@@ -49,7 +50,7 @@ def in_form_of(original: Model, training: Model) -> Model:
 
     If `original` has no place for one of the weights, return the graph that was trained.
     """
-    trained = strip(_put_averages(training))
+    trained = strip(with_averages(training))
     if any(Restored.from_fact(step.fact("train.exporter")).joined for step in training.steps):
         return trained  # the original graph has copies of trained tensors
     if any((step.fact("train.recipe") or {}).get("dequantize") for step in training.steps):
@@ -73,7 +74,8 @@ def in_form_of(original: Model, training: Model) -> Model:
     return result if all(_put(result.graph, lifted.graph.initializers.get(name)) for name in names) else trained
 
 
-def _put_averages(training: Model) -> Model:
+def with_averages(training: Model) -> Model:
+    """Return a training model with the moving averages of its parameters in their place, if it keeps them."""
     averages = {s.parameter: s.value for s in all_states(training) if s.role == "ema" and s.parameter}
     if not averages:
         return training
@@ -193,7 +195,7 @@ class Run:
 
     def load_last(self) -> Model:
         """Load the inference model of the last save."""
-        return self._inference(self.load_training())
+        return self._inference(self.load_training(), self._last_results())
 
     def read_config(self) -> dict[str, Any]:
         """Read the options of the run."""
@@ -214,6 +216,11 @@ class Run:
         """Read the latest validation results: `loss` and metrics."""
         measured = [event for event in self.read_log() if event.get("event") == "validation"]
         return {name: value for name, value in measured[-1].items() if name not in _WHEN} if measured else {}
+
+    def _last_results(self) -> dict[str, float]:
+        with contextlib.suppress(DataError):
+            return self.read_results()
+        return {}
 
     def check(self, *, target: str | None = None) -> list[Finding]:
         """Check the files of the run: models as `onward.check` does, checksums, progress and log.
@@ -242,10 +249,14 @@ class Run:
         if not (self.path / TRAINING).exists():
             raise DataError(f"`{self.path}` holds no run: no {TRAINING}", hint="start one with `onward train`")
 
-    def _inference(self, model: Model) -> Model:
-        """Return the original model with the trained weights, as a single file if it was one."""
+    def _inference(self, model: Model, results: Mapping[str, float]) -> Model:
+        """Return the original model with the trained weights, as a single file if it was one.
+
+        It says what it is, with the validation results of these weights.
+        """
         original = load(self.path / ORIGINAL)
         result = in_form_of(original, model)
+        copy_description(model, result, results)
         if not goes_outside(tensor_sites(original)):
             for site in tensor_sites(result):
                 if (tensor := site.tensor) is not None and is_external(tensor):

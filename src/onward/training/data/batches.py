@@ -293,7 +293,8 @@ class Batches:
         converted: Batch = {}
         for name, binding in self._bindings.items():
             for column in binding.columns:
-                _check_numbers(column, batch[column], binding.dtype, describe_row)
+                if binding.is_checked:
+                    _check_numbers(column, batch[column], binding.dtype, describe_row)
             converted[name] = binding(batch)
             if name in self._classes:
                 self._check_labels(name, converted[name], describe_row)

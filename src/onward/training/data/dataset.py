@@ -47,6 +47,8 @@ class Dataset(ABC):
 
     Reading a row reads its whole piece, so rows are taken in an order that respects pieces.
     """
+    files: Sequence[str] | None = None
+    """The file of each row, for data of one file per row."""
 
     def __init__(self, columns: Mapping[str, Column], length: int, origin: str):
         check_not_empty(length, origin)

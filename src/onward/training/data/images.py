@@ -1,4 +1,4 @@
-"""Folders of images: a subfolder per class, with the columns `image` and `label`."""
+"""Files of images, with the column `image`; in folders with a subfolder per class, also `label`."""
 
 from __future__ import annotations
 
@@ -62,34 +62,61 @@ def _format_of(value: Any) -> ImageFormat | None:
     return ImageFormat((first, middle) if first and middle else None, _MODES[last or 0], channels_last=True)
 
 
-class ImageFolder(Dataset):
-    """A folder of images, decoded when they are taken."""
+class ImageFiles(Dataset):
+    """Images, decoded when they are taken, with labels if there are classes."""
 
-    def __init__(self, folder: Path, image_format: ImageFormat):
-        classes = [path.name for path in files_in(folder) if path.is_dir()]
-        self._files: list[str] = []  # there may be millions
-        labels: list[int] = []
-        for label, name in enumerate(classes):
-            files = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
-            if not files:
-                raise DataError(f"there are no images in {folder / name}", hint="each subfolder is a class")
-            self._files += map(str, files)
-            labels += [label] * len(files)
-        check_not_empty(len(self._files), str(folder))
-        super().__init__({}, len(self._files), folder.name)
+    def __init__(
+        self,
+        files: list[str],  # there may be millions
+        image_format: ImageFormat,
+        origin: str,
+        labels: Sequence[int] = (),
+        classes: Sequence[str] = (),
+    ):
+        check_not_empty(len(files), origin)
+        super().__init__({}, len(files), origin)
+        self.files: list[str] = files
         self._labels = np.array(labels, np.int64)
-        self._decode = Decoder(image_format, _bytes(self._files[0]), self._files[0])
-        self.columns = {"image": self._decode.column, "label": Column(np.dtype(np.int64), classes=tuple(classes))}
+        self._decode = Decoder(image_format, _bytes(files[0]), files[0])
+        self.columns = {"image": self._decode.column}
+        if classes:
+            self.columns["label"] = Column(np.dtype(np.int64), classes=tuple(classes))
 
     def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
         return {name: self._labels[indices] if name == "label" else self._images(indices) for name in names}
 
     def row(self, index: int) -> str:
-        return self._files[index]
+        return self.files[index]
 
     def _images(self, indices: np.ndarray) -> np.ndarray:
-        files = [self._files[index] for index in indices]
+        files = [self.files[index] for index in indices]
         return np.stack([self._decode(_bytes(path), path) for path in files])
+
+
+def images_by_class(folder: Path, image_format: ImageFormat) -> ImageFiles:
+    """Open a folder with a subfolder of images per class."""
+    classes = [path.name for path in files_in(folder) if path.is_dir()]
+    files: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        of_class = _images_in(folder / name)
+        if not of_class:
+            raise DataError(f"there are no images in {folder / name}", hint="each subfolder is a class")
+        files += of_class
+        labels += [label] * len(of_class)
+    return ImageFiles(files, image_format, folder.name, labels, classes)
+
+
+def images_below(paths: Sequence[Path], image_format: ImageFormat) -> ImageFiles:
+    """Open images without labels: files, and all images in folders and their subfolders."""
+    files = [file for path in paths for file in (_images_in(path) if path.is_dir() else [str(path)])]
+    if not files:
+        raise DataError(f"there are no images in {paths[0]}", hint=f"images end in {', '.join(sorted(SUFFIXES))}")
+    return ImageFiles(files, image_format, str(paths[0]) if len(paths) == 1 else "the images")
+
+
+def _images_in(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
 def _bytes(path: str) -> bytes:

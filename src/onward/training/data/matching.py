@@ -48,6 +48,7 @@ class Binding:
     texts: tuple[str, ...] | None = None  # strings of class numbers, for a string input
     length: int | None = None  # bytes of a string, for a uint8 input
     note: str = ""  # for the user
+    is_checked: bool = True  # False: a column that is only copied, whose numbers may be missing
 
     def __call__(self, batch: Batch) -> np.ndarray:
         arrays = [batch[name] for name in self.columns]

@@ -16,7 +16,7 @@ from onward.errors import DataError, needing_memory
 from onward.training.data.array_files import open_npy, open_npz, open_safetensors
 from onward.training.data.dataset import Columns, Dataset, Rows, check_names, to_array
 from onward.training.data.files import check_file, files_in
-from onward.training.data.images import SUFFIXES, ImageFolder, ImageFormat, format_for
+from onward.training.data.images import SUFFIXES, ImageFormat, format_for, images_below, images_by_class
 from onward.training.data.objects import HubDataset, HubStream, RayStream, Samples, Stream, is_frame, is_ray, open_frame
 from onward.training.data.views import JoinedColumns, concatenate
 
@@ -26,6 +26,7 @@ _FILES = ".npz, .npy, .csv, .tsv, .parquet, .arrow, .feather, .safetensors, or a
 class _Format(NamedTuple):
     images: ImageFormat
     window: int | None
+    labeled: bool = True
 
 
 @needing_memory("read the data")
@@ -35,8 +36,9 @@ def open_data(
     inputs: Mapping[str, Any] | None = None,
     images: ImageFormat | None = None,
     window: int | None = None,
+    labeled: bool = True,
 ) -> Dataset | Stream:
-    """Open training data.
+    """Open training data, or data without labels unless `labeled`: then, images need no classes.
 
     - A path: `.npz`, `.npy`, `.csv`, `.tsv`, `.parquet`, `.arrow`, `.feather`, `.safetensors`; a
       folder with a subfolder of images per class; a folder that Hugging Face `datasets` saved; a
@@ -53,7 +55,7 @@ def open_data(
     `inputs` of the model determine the format of images, unless `images` does. `window` is that of
     `Batches`, for formats that can be read either way.
     """
-    data_format = _Format(images or (format_for(inputs) if inputs else ImageFormat()), window)
+    data_format = _Format(images or (format_for(inputs) if inputs else ImageFormat()), window, labeled)
     if isinstance(source, str | Path):
         return _open_paths([source], data_format)
     if isinstance(source, bytes | bytearray):
@@ -187,6 +189,8 @@ def _open_files(paths: Sequence[Path], data_format: _Format, origin: str, only: 
             raise DataError(f"`{path}` does not exist", hint="check the path; it is relative to the current folder")
         if not path.is_dir() and not check_file(path):
             raise DataError(f"{path} is empty")
+    if not data_format.labeled and all(_is_image(path) for path in paths):
+        return images_below(paths, data_format.images)
     suffixes = sorted({"a folder" if path.is_dir() else path.suffix.lower() for path in paths})
     if len(suffixes) > 1:
         raise DataError(
@@ -222,6 +226,8 @@ def _open_path(path: Path, data_format: _Format, only: str | None = None, name: 
             return open_arrow(path, data_format.images)
         case ".safetensors":
             return open_safetensors(path, only)
+        case suffix if suffix in SUFFIXES:
+            raise _without_classes(f"the image {path} has")
         case suffix:
             raise DataError(f"cannot read the format of {path} (`{suffix}`)", hint=f"use {_FILES}")
 
@@ -235,12 +241,26 @@ def _open_folder(folder: Path, data_format: _Format) -> Dataset:
     inside = files_in(folder)
     files = [path for path in inside if not path.is_dir()]
     if any(path.is_dir() for path in inside):
-        return ImageFolder(folder, data_format.images)
+        return images_by_class(folder, data_format.images)
     if any(path.suffix.lower() in SUFFIXES for path in files):
-        raise DataError(f"the images in {folder} have no classes", hint="put them into a subfolder per class")
+        raise _without_classes(f"the images in {folder} have")
     if not files:
         raise DataError(f"{folder} is empty", hint=f"use {_FILES}")
     return _open_files(files, data_format, str(folder))
+
+
+def _is_image(path: Path) -> bool:
+    """True for an image, and for a folder that holds images, also in subfolders; not for one of parts."""
+    if not path.is_dir():
+        return path.suffix.lower() in SUFFIXES
+    refuse_parts(path)
+    is_saved = any((path / name).exists() for name in ("state.json", "dataset_dict.json"))
+    return not is_saved and any(p.is_dir() or p.suffix.lower() in SUFFIXES for p in files_in(path))
+
+
+def _without_classes(images: str) -> DataError:
+    hint = "put them into a subfolder per class; `onward predict` needs no classes"
+    return DataError(f"{images} no classes", hint=hint)
 
 
 _ROLES = {

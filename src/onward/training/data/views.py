@@ -136,6 +136,8 @@ class _Joined(Dataset):
         pieces = [start + s.pieces for start, s in zip(self._starts, sources, strict=False) if s.pieces is not None]
         # A dataset without pieces is one piece.
         self.pieces = np.unique(np.concatenate([*pieces, self._starts])) if pieces else None
+        if all(source.files is not None for source in sources):
+            self.files = [file for source in sources for file in source.files or ()]
         for source in sources[1:]:
             for name in {**self.columns, **source.columns}:
                 mine, other = (columns.get(name) for columns in (self.columns, source.columns))
@@ -171,6 +173,7 @@ class JoinedColumns(Dataset):
         self._sources = sources
         pieces = [data.pieces for data, _ in sources.values() if data.pieces is not None]
         self.pieces = np.unique(np.concatenate(pieces)) if pieces else None
+        self.files = next((data.files for data, _ in sources.values() if data.files is not None), None)
 
     def _take(self, indices: np.ndarray, names: Sequence[str]) -> Batch:
         sources = {name: self._sources[name] for name in names}
@@ -230,7 +233,7 @@ class _Renumbered(Dataset):
     def __init__(self, data: Dataset, column: str, classes: tuple[str, ...]):
         old = data.columns[column]
         super().__init__({**data.columns, column: dataclasses.replace(old, classes=classes)}, len(data), data.origin)
-        self.pieces = data.pieces
+        self.pieces, self.files = data.pieces, data.files
         self._data, self._column = data, column
         self._numbers = np.array([classes.index(name) for name in old.classes or ()], old.dtype)
 

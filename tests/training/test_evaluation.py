@@ -1,0 +1,223 @@
+"""`evaluate` against scikit-learn and against the validation of a run; what files say about themselves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import sklearn.metrics as sk
+from commands import failed, run
+from models import digits_mlp, small_cnn
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+from runs import QUIET, RECIPE, digits
+
+import onward
+from onward.errors import DataError, RecipeError
+from onward.recipe.description import Description
+
+Arrays = dict[str, np.ndarray]
+
+
+def linear(*dims: int | str, out: int, end: str | None = None, seed: int = 0) -> onnx.ModelProto:
+    """A model of `y = x w`, with an activation at its end."""
+    weights = np.random.default_rng(seed).normal(size=(dims[-1], out)).astype(np.float32)
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["y" if end is None else "z"])]
+    nodes += [helper.make_node(end, ["z"], ["y"])] if end is not None else []
+    sizes = {"x": dims[-1], "y": out}
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [*dims[:-1], size]) for n, size in sizes.items()]
+    graph = helper.make_graph(nodes, "linear", ends[:1], ends[1:], [numpy_helper.from_array(weights, "w")])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+
+
+def scores(model: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
+    return x @ numpy_helper.to_array(model.graph.initializer[0])
+
+
+def evaluate(*arguments: Any, **options: Any) -> onward.Evaluation:
+    return onward.evaluate(*arguments, **options, quiet=True, threads=1)
+
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(210, 4)).astype(np.float32)
+
+
+@pytest.mark.parametrize("end", [None, "Softmax", "LogSoftmax"])
+def test_classes(end: str | None) -> None:
+    model = linear("N", 4, out=3, end=end)
+    z = scores(model, X).astype(np.float64)
+    y = np.where(RNG.random(210) < 0.4, RNG.integers(0, 2, 210), z.argmax(1))
+    p = np.exp(z) / np.exp(z).sum(1, keepdims=True)
+    made = evaluate(model, (X, y), task="classification", classes=["ant", "bee", "cat"])
+    report = sk.classification_report(y, z.argmax(1), target_names=["ant", "bee", "cat"], output_dict=True)
+    assert made.task == "classification" and made.rows == 210
+    assert made.metrics["log_loss"] == pytest.approx(sk.log_loss(y, p), rel=1e-5)
+    assert made.metrics["auc"] == pytest.approx(sk.roc_auc_score(y, p, multi_class="ovr"), rel=1e-5)
+    assert np.array_equal(made.confusion, sk.confusion_matrix(y, z.argmax(1)))
+    for name, row in made.per_class.items():
+        assert row == pytest.approx({column.replace("f1-score", "f1"): v for column, v in report[name].items()})
+    worst = np.argsort(np.log(p[np.arange(210), y]))[:10]
+    assert [entry["row"] for entry in made.worst] == worst.tolist()
+    assert made.worst[0]["label"] == ["ant", "bee", "cat"][y[worst[0]]]
+    assert json.dumps(made.to_json())
+
+
+def test_decisions() -> None:
+    model = linear("N", 4, out=3)
+    z = scores(model, X)
+    y = (z + RNG.normal(size=z.shape) * 2 > 0).astype(np.float32)
+    made = evaluate(model, (X, y), loss="bce_with_logits")
+    assert made.task == "multi-label"
+    assert made.metrics["exact_match"] == pytest.approx(sk.accuracy_score(y, z > 0))
+    assert made.metrics["f1"] == pytest.approx(sk.f1_score(y, z > 0, average="micro"))
+    assert made.metrics["loss"] == pytest.approx(made.metrics["log_loss"], rel=1e-5)
+    assert np.array_equal(made.confusion, sk.multilabel_confusion_matrix(y, z > 0))
+    f1 = sk.f1_score(y, z > 0, average=None)
+    assert [row["f1"] for row in made.per_class.values()] == pytest.approx(f1.tolist())
+    one = evaluate(linear("N", 4, out=1, end="Sigmoid"), (X, y[:, :1]), metrics=["auc", "f1"])
+    p = scores(linear("N", 4, out=1), X)
+    assert one.task == "binary"
+    assert one.metrics == pytest.approx({"auc": sk.roc_auc_score(y[:, 0], p), "f1": sk.f1_score(y[:, 0], p[:, 0] > 0)})
+
+
+def test_positions_and_ignored_labels() -> None:
+    model, x = linear("N", "T", 4, out=5), RNG.normal(size=(40, 7, 4)).astype(np.float32)
+    chosen = scores(model, x).argmax(-1)
+    y = np.where(RNG.random(chosen.shape) < 0.3, 2, chosen)
+    y[RNG.random(chosen.shape) < 0.2] = -100
+    made = evaluate(model, (x, y), loss="ce:axis=-1,ignore_index=-100", batch_size=16)
+    counts = y >= 0
+    assert made.task == "token-classification" and made.rows == 40
+    assert made.metrics["mcc"] == pytest.approx(sk.matthews_corrcoef(y[counts], chosen[counts]))
+    assert np.array_equal(made.confusion, sk.confusion_matrix(y[counts], chosen[counts]))
+
+
+def test_masks() -> None:
+    weights = RNG.normal(size=(4, 3, 1, 1)).astype(np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("Conv", ["x", "w"], ["y"])],
+        "masks",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["N", 3, 6, 5])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 4, 6, 5])],
+        [numpy_helper.from_array(weights, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    x = RNG.normal(size=(9, 3, 6, 5)).astype(np.float32)
+    chosen = np.einsum("nchw,oc->nohw", x, weights[:, :, 0, 0]).argmax(1)
+    y = np.where(RNG.random(chosen.shape) < 0.4, 1, chosen)
+    y[:, 0] = 255
+    made, counts = evaluate(model, (x, y), loss="ce:ignore_index=255"), y != 255
+    assert made.task == "segmentation"
+    assert made.metrics["iou"] == pytest.approx(sk.jaccard_score(y[counts], chosen[counts], average="macro"))
+    assert made.metrics["dice"] == pytest.approx(sk.f1_score(y[counts], chosen[counts], average="macro"))
+    iou = sk.jaccard_score(y[counts], chosen[counts], average=None).tolist()
+    assert [row["iou"] for row in made.per_class.values()] == pytest.approx(iou)
+
+
+def test_amounts_before_and_after() -> None:
+    """The interval holds the change, and is as wide as the standard error of the differences of rows says."""
+    model = linear("N", 4, out=1)
+    y = (scores(model, X) + RNG.normal(size=(210, 1))).astype(np.float32)
+    made = evaluate(model, (X, y), loss="mse", against=linear("N", 4, out=1, seed=1))
+    wanted = sk.mean_squared_error(y, scores(model, X))
+    assert made.metrics["loss"] == pytest.approx(made.metrics["mse"], rel=1e-5) == pytest.approx(wanted, rel=1e-5)
+    assert made.residuals["median"] == pytest.approx(np.median(scores(model, X) - y), abs=1e-6)
+    before = np.square(scores(linear("N", 4, out=1, seed=1), X) - y)
+    rows = np.square(scores(model, X) - y) - before
+    change = made.changes["mse"]
+    assert change.before == pytest.approx(before.mean()) and change.change == pytest.approx(rows.mean(), rel=1e-5)
+    assert change.low is not None and change.high is not None and change.low < change.change < change.high
+    assert (change.high - change.low) / 2 == pytest.approx(1.96 * rows.std() / 210**0.5, rel=0.15)
+    assert set(made.changes) == set(made.metrics) and made.changes["r2"].low is not None
+
+
+def test_fixed_batches_and_engines() -> None:
+    model = linear(8, 4, out=3, end="Softmax")
+    y = scores(model, X[:21]).argmax(1)
+    y[:5] = 0
+    for engine in ("onnxruntime", "numpy"):
+        made = onward.evaluate(model, (X[:21], y), metrics="accuracy", engine=engine, quiet=True)
+        assert made.rows == 21 and made.metrics["accuracy"] == np.mean(scores(model, X[:21]).argmax(1) == y)
+    with pytest.raises(DataError, match="batch size of the model is fixed to 8"):
+        evaluate(model, (X, np.zeros(210, int)), batch_size=16)
+
+
+def test_a_run_is_measured_as_it_measured_itself(tmp_path: Path) -> None:
+    train, test = digits(), digits(40, seed=1)
+    run = onward.train(digits_mlp(), train, validation=test, epochs=2, run=tmp_path / "run", **RECIPE, **QUIET)
+    for which, model in (("last", run.load_last()), ("best", run.path / "best.onnx")):
+        says, made = Description.read(onward.load(model)), evaluate(run, test, which=which)
+        assert says.metrics == pytest.approx({name: made.metrics[name] for name in ("loss", "accuracy")}, rel=1e-6)
+        assert evaluate(model, test).metrics == made.metrics
+    training = run.load_training()
+    assert evaluate(training, test).metrics == evaluate(run, test, which="last").metrics
+
+
+# ---- the file says what it is ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders of pictures in which a bright column tells the class, and a run that was trained on them."""
+    monkeypatch.chdir(tmp_path)
+    for part, count in (("train", 4), ("test", 2)):
+        for number in range(10):
+            folder = tmp_path / "photos" / part / f"class {number}"
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = RNG.integers(0, 60, (11, 13), dtype=np.uint8)
+                pixels[:, number] = 250
+                Image.fromarray(pixels).save(folder / f"{i}.png")
+    onnx.save(small_cnn(), "cnn.onnx")
+    onward.train("cnn.onnx", "photos/train", preprocess="resize:size=8x8 scale", epochs=1, run="run", **RECIPE, **QUIET)
+    return tmp_path
+
+
+def test_pictures(pictures: Path) -> None:
+    says = Description.read(onward.load("run/last.onnx"))
+    assert says.task == "classification" and says.loss == "logits=cross_entropy"
+    assert says.classes == tuple(f"class {i}" for i in range(10))
+    assert says.preprocess == {"image": "resize:size=8x8 scale"} and says.columns["labels"] == ["label"]
+    made = evaluate("run/last.onnx", "photos")
+    assert made.rows == 20 and "photos: takes `test`" in made.notes
+    assert made.worst[0]["file"].startswith("photos/test/class ")
+    output = run("evaluate", "run", "--data", "photos/test", "--json").stdout
+    assert json.loads(output)["metrics"] == pytest.approx(made.metrics, nan_ok=True)
+    assert "class 3" in run("evaluate", "run", "--data", "photos/test").stdout
+
+    (pictures / "photos" / "test" / "zebra").mkdir()
+    Image.new("L", (9, 9)).save("photos/test/zebra/1.png")
+    message, _ = failed("evaluate", "run", "--data", "photos/test")
+    assert message == "column `label` has the class `zebra`, which is not in run"
+    message, hint = failed("evaluate", "cnn.onnx", "--data", "photos/test", "--task", "classification")
+    assert message == "the data have 11 classes, the model 10, and it does not name them" and "--class" in hint
+
+
+def test_files_of_ultralytics_are_understood(tmp_path: Path) -> None:
+    model = linear("N", 4, out=3, end="Softmax")
+    for key, text in {"names": "{0: 'ant', 1: 'bee', 2: 'cat'}", "task": "classify"}.items():
+        model.metadata_props.add(key=key, value=text)
+    y = scores(model, X).argmax(1)
+    assert list(evaluate(model, (X, y)).per_class) == ["ant", "bee", "cat"]
+    made = onward.train(model, (X, y), loss="z=cross_entropy", run=tmp_path / "run", **QUIET).load_last()
+    assert evaluate(made, (X, y)).metrics.keys() > {"loss", "accuracy"}  # of `z`, which is no output
+    assert Description.read(made).classes == ("ant", "bee", "cat") and "names" in made.metadata
+    model.metadata_props[1].value = "detect"
+    with pytest.raises(RecipeError, match="the task of the model is `detect`"):
+        evaluate(model, (X, y))
+
+
+def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", image=digits()["image"])
+    with pytest.raises(DataError, match=r"x\.npz has no labels: no column for `labels`"):
+        evaluate(digits_mlp(), tmp_path / "x.npz", loss="ce")
+    with pytest.raises(RecipeError, match="the model does not say what its outputs are"):
+        evaluate(digits_mlp(), digits())
+    with pytest.raises(DataError, match="label 10 in row 3 of the data is out of range"):
+        evaluate(digits_mlp(), {**digits(4), "labels": np.array([0, 1, 2, 10])}, loss="ce")
+    with pytest.raises(DataError, match="2 class names for the 10 classes of `logits`"):
+        evaluate(digits_mlp(), digits(), loss="ce", classes=["a", "b"])
