@@ -177,12 +177,8 @@ def test_class_names_of_data_have_the_numbers_of_the_model(end, tmp_path):
 
 
 def test_words_become_features_in_a_step(tmp_path):
-    hot = [
-        ml("OneHotEncoder", ["word"], ["hot"], cats_strings=["u", "v"]),
-        make_node("Reshape", ["hot", "rows"], ["h"]),
-    ]
     before = [
-        hot,
+        ml("OneHotEncoder", ["word"], ["hot"], cats_strings=["u", "v"]),
         make_node("Reshape", ["hot", "rows"], ["h"]),
         make_node("Concat", ["h", "X"], ["z"], axis=1),
     ]
