@@ -13,7 +13,9 @@ from torch import nn
 
 import onward
 from onward.frameworks.torch.arguments import Flat, tensors_of
-from zoo import NUDGES, STEPS, Run, nudged, targets_of
+from onward.frameworks.torch.draws import MeanDraws
+from onward.frameworks.torch.probe import NothingDropped
+from zoo import NUDGES, STEPS, Run, nudged, targets_of, without_draws
 
 
 @dataclasses.dataclass
@@ -56,9 +58,10 @@ def run(objects: Objects) -> Run:
     )  # fmt: skip
     inputs = {name: tensor.numpy() for name, tensor in Flat(copy.deepcopy(module), objects.inputs).inputs.items()}
     targets = dict(zip(targets_of(training), (x.numpy() for x in _tensors(objects.targets)), strict=True))
-    losses, weights = _steps(objects, 0)
-    moved = [_steps(objects, seed) for seed in range(1, 1 + NUDGES)]
-    return Run(training, {**inputs, **targets}, losses, weights, moved)
+    with NothingDropped(), MeanDraws():
+        losses, weights, gradients = _steps(objects, 0)
+        moved = [_steps(objects, seed)[:2] for seed in range(1, 1 + NUDGES)]
+    return Run(without_draws(training), {**inputs, **targets}, losses, weights, moved, gradients)
 
 
 def _tensors(targets: Any) -> list[torch.Tensor]:
@@ -69,8 +72,8 @@ def _tensors(targets: Any) -> list[torch.Tensor]:
     return [targets] if isinstance(targets, torch.Tensor) else [x for each in targets for x in _tensors(each)]
 
 
-def _steps(objects: Objects, seed: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Return losses and weights of steps of a copy; with a seed, from weights with other last digits."""
+def _steps(objects: Objects, seed: int) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return losses, weights and first gradients of steps of a copy; with a seed, from weights with other last digits."""
     module = copy.deepcopy(objects.module)
     if seed:
         arrays = nudged({name: x.detach().numpy() for name, x in module.named_parameters()}, seed)
@@ -78,16 +81,19 @@ def _steps(objects: Objects, seed: int) -> tuple[list[float], dict[str, np.ndarr
             for name, x in module.named_parameters():
                 x.copy_(torch.from_numpy(arrays[name]))
     optimizer = objects.optimizer([x for x in module.parameters() if x.requires_grad])
-    losses = []
+    losses: list[float] = []
+    gradients: dict[str, np.ndarray] = {}
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = _loss(objects, _call(module, objects.inputs))
         loss.backward()
+        if not losses:
+            gradients = {n: x.grad.numpy().copy() for n, x in module.named_parameters() if x.grad is not None}
         optimizer.step()
         losses.append(float(loss.detach()))
     named = dict(module.named_parameters())
     main = {id(x): name for name, x in reversed([*named.items(), *tensors_of(module)])}
-    return losses, {main[id(x)]: x.detach().numpy().copy() for x in named.values() if x.requires_grad}
+    return losses, {main[id(x)]: x.detach().numpy().copy() for x in named.values() if x.requires_grad}, gradients
 
 
 def _call(module: nn.Module, inputs: Any) -> Any:

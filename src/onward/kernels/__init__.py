@@ -47,7 +47,9 @@ def use_kernels(context: Context) -> None:
         use_recurrent(context)
     if "SoftmaxCrossEntropyLoss" in operators:
         use_cross_entropy(context)
-    if operators & {"Conv", "ConvTranspose"}:
+    # ONNX Runtime moves transpositions past a cubic Resize, which it then does not compute (1.31).
+    is_cubic = any(node.op_type == "Resize" and string(node, "mode") == "cubic" for node in graph)
+    if operators & {"Conv", "ConvTranspose"} and not is_cubic:
         put_channels_last(context)
     if operators & {"Sigmoid", "Erf", "Tanh"}:
         use_activations(context)

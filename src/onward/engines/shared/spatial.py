@@ -56,11 +56,12 @@ def _larger(first, second):
 
 
 def find_largest(x, windows, lowest, storage_order, outputs):
-    """Return the maxima of windows, and their flat indices in the tensor."""
+    """Return the maxima of windows, and their flat indices in the tensor, or in a sample if their number is unknown."""
     if outputs == 1:
         return combine_windows(_larger, [x], [lowest], windows)[0]
     order = list(range(len(x.shape))) if storage_order == 0 else [0, 1, *reversed(range(2, len(x.shape)))]
-    indices = np.arange(math.prod(x.shape)).reshape([x.shape[i] for i in order]).transpose(np.argsort(order))
+    shape = [1 if x.shape[i] is None else x.shape[i] for i in order]
+    indices = np.arange(math.prod(shape)).reshape(shape).transpose(np.argsort(order))
     return tuple(combine_windows(_larger, [x, indices], [lowest, 0], windows))
 
 

@@ -182,8 +182,12 @@ def max_pool(x, *, auto_pad, ceil_mode, dilations, kernel_shape, pads, storage_o
     windows = _place(x, kernel_shape, auto_pad, ceil_mode, dilations, pads, strides)
     if outputs == 1 and _has_kernel(x, windows):
         return _native(tf.nn.max_pool3d if len(kernel_shape) == 3 else tf.nn.max_pool2d, x, windows, -math.inf)
-    sizes(x, 2)  # raises if they are unknown
-    return find_largest(x, windows, -math.inf if x.dtype.is_floating else x.dtype.min, storage_order, outputs)
+    sample = math.prod(sizes(x, 3 - outputs))  # raises if they are unknown
+    largest = find_largest(x, windows, -math.inf if x.dtype.is_floating else x.dtype.min, storage_order, outputs)
+    if outputs == 1 or x.shape[0] is not None:
+        return largest
+    first = tf.range(size_of(x, 0), dtype=tf.int64) * sample
+    return largest[0], largest[1] + tf.reshape(first, [-1, *[1] * (x.shape.rank - 1)])
 
 
 @operators.define("AveragePool")
