@@ -53,7 +53,8 @@ SCRIPTS: dict[str, Sequence[Sequence[str]]] = {
     "time_sequence_prediction/train.py": [()],
     "vae/main.py": [()],
     "word_language_model/main.py": [
-        ("--data", ".", "--dry-run", "--model", model) for model in ("RNN_TANH", "RNN_RELU", "LSTM", "GRU", "Transformer")
+        ("--data", ".", "--dry-run", "--model", model)
+        for model in ("RNN_TANH", "RNN_RELU", "LSTM", "GRU", "Transformer")
     ],
 }
 """Examples of PyTorch that train in one process, and how each is started."""

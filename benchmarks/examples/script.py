@@ -15,7 +15,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "zoo"))
 
-from zoo import EXACT, Run, compare_routes  # noqa: E402
+from zoo import EXACT, Run, compare_routes
 
 
 class Skipped(BaseException):

@@ -37,11 +37,11 @@ from torch.utils import _pytree as pytree  # noqa: E402
 
 import onward  # noqa: E402
 from onward.agreement.steps import without_dropout  # noqa: E402
-from onward.frameworks.torch.arguments import Flat, tensors_of  # noqa: E402
+from onward.engines.torch.types import to_array  # noqa: E402
+from onward.frameworks.torch.arguments import Flat  # noqa: E402
 from onward.frameworks.torch.draws import MeanDraws  # noqa: E402
 from onward.frameworks.torch.optimizer import clip_gradients  # noqa: E402
 from onward.frameworks.torch.probe import NothingDropped  # noqa: E402
-from onward.engines.torch.types import to_array  # noqa: E402
 from onward.frameworks.torch.traced.optimizer_state import copy_optimizer  # noqa: E402
 from onward.run_state.training_models import from_training_model, to_training_model  # noqa: E402
 from zoo import NUDGES, STEPS, Run, nudged, targets_of  # noqa: E402
@@ -206,12 +206,14 @@ class Replay(nn.Module):  # type: ignore[misc]
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         values: dict[Any, Any] = dict(zip(self._given, tensors, strict=True))
+
+        def value(x: Any) -> Any:
+            if isinstance(x, _Name):
+                return self.get_parameter(x.name)
+            return values.get(x, x) if isinstance(x, Slot | Leaf) else x
+
         for call in self._calls:
-            args, kwargs = pytree.tree_map(
-                lambda x: self.get_parameter(x.name) if isinstance(x, _Name) else values.get(x, x)
-                if isinstance(x, Slot | Leaf) else x,
-                call.arguments, is_leaf=lambda x: isinstance(x, Slot | Leaf | _Name),
-            )  # fmt: skip
+            args, kwargs = pytree.tree_map(value, call.arguments, is_leaf=lambda x: isinstance(x, Slot | Leaf | _Name))
             function = self.modules_called[call.function] if isinstance(call.function, int) else call.function
             leaves = pytree.tree_leaves(function(*args, **kwargs))
             values |= {slot: leaves[position] for position, slot in call.slots.items()}

@@ -6,11 +6,9 @@ transformers only: code that comes with a model is never executed.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import inspect
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,9 +21,11 @@ from onward.errors import InvalidModelError, UnsupportedError, first_line
 from onward.frameworks.torch.arguments import hollow_copy, hollow_out, tensors_of
 from onward.frameworks.torch.exporter import quiet
 from onward.frameworks.torch.module_capture import (
+    LOSS,
     captured_in_place,
     check_copyable,
     refuse_updates,
+    training_step,
     unwrap_module,
 )
 from onward.frameworks.torch.probe import probe_module
@@ -206,8 +206,6 @@ _KINDS: dict[str, Callable[[Any, str], Inputs]] = {
 Order = tuple[tuple[str, ...], ...]
 """Parameter names by optimizer group."""
 
-LOSS = "loss"
-
 
 _BY_TRAINER = "the model, as the Trainer groups its parameters"
 
@@ -291,7 +289,7 @@ def from_module(module: nn.Module, example_inputs: Any, *, computes_loss: bool, 
             hint="give `example_inputs=...`, " + ("a batch of its data" if has_step else "as for `from_torch`"),
         )
     if has_step:
-        module, example_inputs = _training_step(module, example_inputs)
+        module, example_inputs = training_step(module, example_inputs)
     return _architecture(module, example_inputs, None, {})
 
 
@@ -305,29 +303,6 @@ def remember_example(example: Any) -> Any:
         return torch.cat([tensor, tensor]) if tensor.ndim and tensor.shape[0] == 1 else tensor
 
     return pytree.tree_map(copied, example)
-
-
-def _training_step(module: Any, batch: Any) -> tuple[nn.Module, Any]:
-    """Return a Lightning module whose forward pass is the loss of a batch, and its input."""
-    if not getattr(module, "automatic_optimization", True):
-        raise UnsupportedError(
-            f"`{type(module).__name__}` runs its own training loop (`automatic_optimization = False`)",
-            hint="give the loss of its forward pass: `loss=...`",
-        )
-    shell = copy.copy(module)  # shares the tensors; a training step may call the forward pass of the module
-    # A bound method, so that a copy of the shell calls a copy of the module.
-    shell.forward = types.MethodType(_loss_by_name if isinstance(batch, Mapping) else _loss_of, module)
-    return shell, dict(batch) if isinstance(batch, Mapping) else (batch,)
-
-
-def _loss_of(module: Any, batch: Any) -> dict[str, torch.Tensor]:
-    takes_index = len(inspect.signature(module.training_step).parameters) > 1
-    output = module.training_step(*((batch, 0) if takes_index else (batch,)))
-    return {LOSS: output[LOSS] if isinstance(output, Mapping) else output}
-
-
-def _loss_by_name(module: Any, **batch: Any) -> dict[str, torch.Tensor]:
-    return _loss_of(module, batch)
 
 
 def _architecture(

@@ -17,18 +17,21 @@ from torch.optim.swa_utils import AveragedModel
 
 from onward.arguments import checked
 from onward.engines.torch.types import to_array
-from onward.errors import UnknownNameError, UnsupportedError, list_names, warn
+from onward.errors import RecipeError, UnknownNameError, UnsupportedError, list_names, warn
 from onward.frameworks.torch.exact import MasterWeights
 from onward.frameworks.torch.exporter import FixedSizeError
 from onward.frameworks.torch.loss import ROWS, Summand, read_objective, summands, trace_loss
 from onward.frameworks.torch.module import OnnxModule
 from onward.frameworks.torch.module_capture import (
     GROUP,
+    LOSS,
     STEP,
     batch_counters,
     captured_in_place,
     check_copyable,
+    configured,
     into_training,
+    training_step,
     unwrap_module,
 )
 from onward.frameworks.torch.optimizer import HALVES, clip_of, read_optimizer
@@ -50,12 +53,12 @@ def from_torch(
     module: nn.Module,
     example_inputs: Any,
     *,
-    loss: Any,
-    optimizer: Optimizer,
+    loss: Any = None,
+    optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     example_targets: Any = None,
     clip: float | Mapping[str, float] | None = None,
-    updates_per_epoch: int = 1,
+    updates_per_epoch: int | None = None,
     updates: int | None = None,
     accumulate: int = 1,
     ema: AveragedModel | float | None = None,
@@ -67,16 +70,18 @@ def from_torch(
 
         training = onward.from_torch(net, images, loss=nn.CrossEntropyLoss(), optimizer=optimizer)
 
-    - `module`, `optimizer`: module to train, and its optimizer
+    - `module`, `optimizer`: module to train, and its optimizer (default: the optimizer, scheduler and
+      interval of `configure_optimizers` of a Lightning module)
     - `example_inputs`: inputs of the module: a tensor, a sequence of arguments, or a mapping by name
     - `loss`: a loss of torch.nn, such as `nn.CrossEntropyLoss()`; any function or module of tensors,
       which is called as `loss(result, *targets)` with all that the module returns; a mapping of
       output -> loss for several outputs; or the name of the output that is the loss. Losses are
-      added: a list of losses, or a pair `(0.5, loss)`, may replace one
+      added: a list of losses, or a pair `(0.5, loss)`, may replace one. Default: the loss of
+      `training_step` of a Lightning module, whose `example_inputs` are a batch
     - `example_targets`: further inputs of the loss: a tensor or a tuple of tensors, in a mapping or
       list like the losses. Floats are class probabilities for a cross entropy (default: classes).
       Required for a function
-    - `scheduler`, `updates_per_epoch`: scheduler, and updates per step of the scheduler
+    - `scheduler`, `updates_per_epoch`: scheduler, and updates per step of the scheduler (default: 1)
     - `updates`: updates so far, for an optimizer that does not count them (SGD) in the middle of an
       epoch (default: the scheduler has just stepped)
     - `clip`: clipping before each update: a number for `clip_grad_norm_`, or `{"value": 0.5}`
@@ -88,15 +93,21 @@ def from_torch(
       tensors, or none if the module or the loss fixes one)
     - `probe`: run three steps on both sides with the example, and compare
     """
-    module, optimizer, scheduler = unwrap_module(module), bare_optimizer(optimizer), bare_scheduler(scheduler)
+    module, every = unwrap_module(module), 1
+    if optimizer is None:
+        optimizer, scheduler, every = _configured(module, updates_per_epoch)
+    every = updates_per_epoch or every
+    optimizer, scheduler = bare_optimizer(optimizer), bare_scheduler(scheduler)
     check_copyable(module)
+    memo: dict[int, Any] = {id(getattr(module, "_trainer", None)): None}  # Lightning's, which has the data
+    if loss is None:
+        module, example_inputs, loss = *_step_of(module, example_inputs), LOSS
     terms = summands(loss, example_targets)
     clip = clip_of(optimizer, clip)
     if isinstance(module, OnnxModule):
         example_inputs = module.named(example_inputs)
-    memo: dict[int, Any] = {}
     twins = (copy.deepcopy(module, memo), copy_optimizer(optimizer, memo), copy.deepcopy(scheduler, memo))
-    native = NativeRun(*twins, loss, terms, clip, updates_per_epoch)
+    native = NativeRun(*twins, loss, terms, clip, every)
     into_training(native.module)
     if isinstance(native.module, OnnxModule):
         native.module.sync_batch_norm(False)  # other processes do not make the steps that are compared
@@ -114,6 +125,26 @@ def from_torch(
     return to_training_model(
         dataclasses.replace(run, recipe={**run.recipe, **around.recipe}, state={**run.state, **around.state})
     )
+
+
+def _configured(module: Any, updates_per_epoch: int | None) -> tuple[Any, Any, int]:
+    """Return the optimizer and scheduler of a Lightning module, and the updates per step of the scheduler."""
+    if not hasattr(module, "configure_optimizers"):
+        raise RecipeError("no optimizer given", hint="pass `optimizer=torch.optim.AdamW(module.parameters())`")
+    optimizer, scheduler, every = configured(module)
+    if every is None and updates_per_epoch is None:
+        raise RecipeError(
+            f"{type(scheduler).__name__} of `{type(module).__name__}` steps once per epoch",
+            hint="pass the updates in an epoch: `updates_per_epoch=len(loader)`",
+        )
+    return optimizer, scheduler, every or 1
+
+
+def _step_of(module: Any, batch: Any) -> tuple[nn.Module, Any]:
+    """Return a Lightning module whose forward pass is the loss of a batch, and its input."""
+    if not hasattr(module, "training_step"):
+        raise RecipeError("no loss given", hint="pass `loss=torch.nn.CrossEntropyLoss()`")
+    return training_step(module, batch)
 
 
 def _freeze_others(native: NativeRun) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from onward.engines.torch.types import CODES, FLOAT8, to_array
+from onward.errors import UnsupportedError, first_line
 from onward.frameworks.torch.arguments import Flat, is_hollow, tensors_of
 from onward.frameworks.torch.exporter import export, free_names
 from onward.frameworks.torch.translations import IN_MODE
@@ -41,7 +44,8 @@ STEP = "torch.step"
 """Number of updates when a counter of batches was read."""
 COUNTER = "num_batches_tracked"
 """PyTorch's name of the number of batches that a normalization has seen."""
-
+LOSS = "loss"
+"""Output of a module that computes its loss."""
 
 _PREFIX = "module."
 """Prefix of names in the exported graph."""
@@ -118,6 +122,62 @@ def into_training(module: nn.Module) -> None:
         module.train()
     if getattr(getattr(module, "config", None), "use_cache", False):
         module.config.use_cache = False  # of transformers: keys and values for generation
+
+
+# ---- Lightning -------------------------------------------------------------------------------------------------------
+
+
+def training_step(module: Any, batch: Any) -> tuple[nn.Module, Any]:
+    """Return a Lightning module whose forward pass is the loss of a batch, and its input."""
+    if not getattr(module, "automatic_optimization", True):
+        raise UnsupportedError(
+            f"`{type(module).__name__}` runs its own training loop (`automatic_optimization = False`)",
+            hint="give the loss of its forward pass: `loss=...`",
+        )
+    shell = copy.copy(module)  # shares the tensors; a training step may call the forward pass of the module
+    # A bound method, so that a copy of the shell calls a copy of the module.
+    shell.forward = types.MethodType(_loss_by_name if isinstance(batch, Mapping) else _loss_of, module)
+    return shell, dict(batch) if isinstance(batch, Mapping) else (batch,)
+
+
+def _loss_of(module: Any, batch: Any) -> dict[str, torch.Tensor]:
+    takes_index = len(inspect.signature(module.training_step).parameters) > 1
+    output = module.training_step(*((batch, 0) if takes_index else (batch,)))
+    return {LOSS: output[LOSS] if isinstance(output, Mapping) else output}
+
+
+def _loss_by_name(module: Any, **batch: Any) -> dict[str, torch.Tensor]:
+    return _loss_of(module, batch)
+
+
+def configured(module: Any) -> tuple[Any, Any, int | None]:
+    """Return the optimizer and scheduler that a Lightning module configures, and the updates per step of the scheduler.
+
+    The last is None for a scheduler that steps once per epoch.
+    """
+    name = type(module).__name__
+    hint = "pass them: `onward.from_torch(module, batch, optimizer=..., scheduler=...)`"
+    try:
+        answer = module.configure_optimizers()
+    except Exception as error:  # of the user's code
+        raise UnsupportedError(f"`{name}.configure_optimizers` fails: {first_line(error)}", hint=hint) from error
+    if isinstance(answer, list | tuple) and len(answer) == 2 and isinstance(answer[0], list):
+        optimizers, schedulers = answer
+    else:
+        optimizers = list(answer) if isinstance(answer, list | tuple) else [answer]
+        schedulers = [x["lr_scheduler"] for x in optimizers if isinstance(x, Mapping) and x.get("lr_scheduler")]
+        optimizers = [x["optimizer"] if isinstance(x, Mapping) else x for x in optimizers]
+    schedulers = schedulers if isinstance(schedulers, list) else [schedulers]
+    if len(optimizers) != 1 or len(schedulers) > 1:
+        raise UnsupportedError(
+            f"`{name}` configures {len(optimizers)} optimizers and {len(schedulers)} schedulers, and a step has one",
+            hint=hint,
+        )
+    if not schedulers:
+        return optimizers[0], None, 1
+    settings = schedulers[0] if isinstance(schedulers[0], Mapping) else {"scheduler": schedulers[0]}
+    frequency = settings.get("frequency", 1) if settings.get("interval", "epoch") == "step" else None
+    return optimizers[0], settings["scheduler"], frequency
 
 
 # ---- what the module holds -------------------------------------------------------------------------------------------
