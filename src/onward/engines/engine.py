@@ -91,7 +91,7 @@ class Engine(ABC):
     @abstractmethod
     def step(self, batch: Arrays | Sequence[Arrays]) -> Arrays:
         """Update the state by a batch and return the metrics. Keep the state if the loss is not
-        finite.
+        finite, unless the step has a dynamic loss scale, which shrinks.
 
         If a step runs several times in a round, pass a list of that many batches.
         """

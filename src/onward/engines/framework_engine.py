@@ -164,7 +164,8 @@ def computation(lowered: Model, framework: Framework) -> Computation:
     contract = contract_of(lowered)
     is_step = contract.part == "step"
     update: dict[str, str] = contract.update if is_step else {}
-    is_selected = is_step and contract.loss in {value.name for value in lowered.graph.outputs}
+    shows_loss = contract.loss in {value.name for value in lowered.graph.outputs}
+    is_selected = is_step and shows_loss and not contract.skips_overflows
     if is_selected:
         update = select_finite(lowered, contract)
     execute = interpreter(lowered, framework)

@@ -73,10 +73,11 @@ class OnnxRuntime(Engine):
         self.inputs = {v.name: v for v in lowered.graph.inputs if v.name is not None and v.name in contract.batch}
         self._metrics: list[str] = contract.metrics
         self.loss = contract.loss or self.loss
+        self._skips = contract.skips_overflows
         in_place: set[str] = set()  # state without a second buffer
         # A step with loops may stop in its midst, and a step of several processes is cut into
         # segments.
-        if self._library is not None and self.group.size == 1 and not has_loops(lowered):
+        if self._library is not None and self.group.size == 1 and not has_loops(lowered) and not self._skips:
             in_place = update_in_place(lowered, contract.update, self.loss)
         self._step = self._session(lowered)
         self._evaluation: ort.InferenceSession | None = None
@@ -106,7 +107,7 @@ class OnnxRuntime(Engine):
             self._call(lambda options: session.run_with_iobinding(binding, options))
         results = zip(self._metrics, binding.get_outputs(), strict=False)
         metrics = Results({name: np.array(to_array(value)) for name, value in results})  # the next step overwrites them
-        if np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else the old state stays
+        if self._skips or np.all(np.isfinite(metrics.get(self.loss, 0.0))):  # else the old state stays
             self._bound.reverse()
             self._read, self._write = self._write, self._read
         return metrics

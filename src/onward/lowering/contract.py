@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import field
 from typing import Any
 
@@ -50,6 +51,11 @@ class Contract:
     """Result of each epoch -> its output."""
     stopped: str | None = None
     """Output with the reason why the run stopped."""
+
+    @property
+    def skips_overflows(self) -> bool:
+        """True if the step itself keeps its weights after an overflow, and shrinks the scale of its loss."""
+        return any(re.sub(r"_\d+$", "", name) == "scaler/scale" for name in self.update)
 
     def to_json(self) -> dict[str, Any]:
         """Return the contract as stored in the file, with all keys."""

@@ -84,6 +84,8 @@ class Interruption:
         self._before = {}
 
 
+_MOST_OVERFLOWS = 20
+"""Losses in a row that are not finite before a run with a dynamic loss scale ends."""
 _NOT_FINITE_HINT = "try a smaller learning rate, `clip` (`--clip norm:1`), or check the data for extreme values"
 
 
@@ -94,6 +96,10 @@ class Loop:
         self.run, self.engine, self.config, self.feed, self.measures, self.at = run, engine, config, feed, measures, at
         self._is_new = not at.log
         self._has_dropped = False
+        self._overflows = 0
+        """Losses in a row that were not finite."""
+        has_scaler = any(state.role == "scaler" for state in self.engine.states())
+        self._most_overflows = _MOST_OVERFLOWS if has_scaler else 0
         self._saver = Saver(run, config.save_every, at)
 
     def __call__(self, notes: Sequence[str] = (), callbacks: Sequence[Callback] = (), quiet: bool = False) -> None:
@@ -228,14 +234,17 @@ class Loop:
                 hint="run such a step with `onward.engines.start(model)`",
             )
         loss = metrics[engine.loss]
-        if not math.isfinite(loss):  # the engine keeps the previous state
+        is_finite = math.isfinite(loss)
+        self._overflows = 0 if is_finite else self._overflows + 1
+        if self._overflows > self._most_overflows:  # the engine keeps the previous state
             raise NotFiniteError(f"the loss of step {at.step + 1:,} is {loss}", loss)
         samples = sum(map(samples_in, batches))
         at.step, at.batch, at.samples = at.step + 1, at.batch + 1, at.samples + samples
-        at.losses, at.counted = at.losses + loss * samples, at.counted + samples
+        if is_finite:
+            at.losses, at.counted = at.losses + loss * samples, at.counted + samples
         status.batches, status.samples, status.loss, status.metrics = batches, samples, loss, {"loss": loss} | metrics
         self._notify(self._on_step, "step")
-        if loss < 0 and (hint := self._why_impossible(loss)) is not None:
+        if -math.inf < loss < 0 and (hint := self._why_impossible(loss)) is not None:
             raise TrainingError(f"the loss of step {at.step:,} is {loss:.4g}, but cannot be negative", hint=hint)
 
     def _why_impossible(self, loss: float) -> str | None:

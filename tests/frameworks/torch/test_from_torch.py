@@ -583,6 +583,31 @@ def test_what_a_loop_does_around_the_step():
     assert state["scaler/scale"] == scaler.get_scale() and state["ema/n_averaged"] == int(ema.n_averaged)
 
 
+@pytest.mark.slow("torch", "jax")
+@pytest.mark.parametrize("engine", ["onnxruntime", "numpy", "torch", "jax"])
+def test_a_loss_that_is_not_finite_shrinks_the_scale(engine):
+    pytest.importorskip(engine)
+    torch.manual_seed(0)
+    net, x, y = nn.Linear(5, 3), torch.randn(8, 4, 5), torch.randn(8, 4, 3)
+    y[2], y[5] = torch.inf, torch.nan
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2, eps=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    training = onward.from_torch(net, x[0], loss=nn.MSELoss(), optimizer=optimizer, scaler=scaler)
+    options = {"threads": 1} if engine == "onnxruntime" else {}
+    with start(training, engine=engine, **options) as running:
+        for i in range(8):
+            found = float(running.step({"input": x[i].numpy(), "target": y[i].numpy()})[running.loss])
+            loss = nn.functional.mse_loss(net(x[i]), y[i])
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
+            assert running.state()["scaler/scale"] == scaler.get_scale()
+        np.testing.assert_allclose(running.state()["weight"], net.weight.detach(), rtol=1e-5, atol=1e-6)
+        assert running.state()["step"] == 6
+
+
 def test_averages_that_are_refused():
     net = nn.Linear(5, 3)
     parts = {"loss": nn.MSELoss(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "probe": False}

@@ -135,7 +135,9 @@ class TorchParallel(Engine):
         def compute(state: Tensors, _: Tensors, inputs: Tensors) -> tuple[Tensors, dict[str, Any]]:
             results = execute({**state, **inputs})
             new = {name: self._updating.place(results[value]) for name, value in contract.update.items()}
-            return if_finite(self._updating, inputs[_LOSS], new, state), {n: results[n] for n in contract.metrics}
+            if not contract.skips_overflows:
+                new = if_finite(self._updating, inputs[_LOSS], new, state)
+            return new, {n: results[n] for n in contract.metrics}
 
         captures = self._device.type == "cuda" and exchanges  # CUDA graphs with collectives are untested
         return self._updating.compile(compute) if compile and not captures else compute
@@ -271,8 +273,9 @@ class TorchParallel(Engine):
         """Write the new state over the old one, unless the loss is not finite."""
         loss = self._framework.place(outputs[self.loss])
         changed = {name: self._framework.place(outputs[new]) for name, new in self._contract.update.items()}
-        if changed:
-            self._write(if_finite(self._framework, loss, changed, {name: self._local(name) for name in changed}))
+        if changed and not self._update_contract.skips_overflows:
+            changed = if_finite(self._framework, loss, changed, {name: self._local(name) for name in changed})
+        self._write(changed)
         state = {name: self._local(name) for name in {*self._update_contract.state, *self._update_contract.update}}
         new, shown = self._update(state, {}, {**gradients, _LOSS: loss})
         self._write(new)
