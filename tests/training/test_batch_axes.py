@@ -260,3 +260,20 @@ def test_what_onnxruntime_runs_is_trained_with_a_remark(tmp_path: Path, fault: s
     proto = run.load_last().to_proto()
     results = onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": data["x"]})
     np.testing.assert_allclose(results[0], data["x"] @ arrays_of[0], rtol=1e-5)
+
+
+def test_sizes_that_follow_the_inputs_are_open_though_an_output_states_those_of_an_example(tmp_path: Path) -> None:
+    """As of exports with dynamic axes of the inputs alone: ONNX Runtime warns and runs them."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
+        g (float[1, 1, H, W] x) => (float[1, 1, 4, 4] y) <float[1, 1, 1, 1] w = {0.5}> {
+            double = Conv(x, w)
+            y = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(double)
+        }""")
+    rng = np.random.default_rng(3)
+    data = {"x": rng.normal(size=(4, 1, 6, 6)).astype("f"), "target": rng.normal(size=(4, 1, 3, 3)).astype("f")}
+    with pytest.warns(UserWarning, match=r"`y` is declared as \[.*4,4\], but the sizes of axes \[2, 3\] follow"):
+        run = onward.train(model, data, loss="mse", run=tmp_path / "run", epochs=1, quiet=True)
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    predicted = np.concatenate([session.run(None, {"x": x[None]})[0] for x in data["x"]])
+    (loss,) = [event["loss"] for event in run.read_log() if event["event"] == "epoch"]
+    np.testing.assert_allclose(loss, ((predicted - data["target"]) ** 2).mean(), rtol=1e-5)

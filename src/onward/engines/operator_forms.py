@@ -76,6 +76,10 @@ _ALWAYS = {"Constant", f"{TRAINING_DOMAIN}.Gradient"}
 _NO_TENSORS = {
     "ai.onnx.ml.ZipMap": "a list of maps is not a tensor; remove it: `onward extract MODEL --to probabilities`"
 }
+_DEQUANTIZE = (
+    "make it a float model: `onward prepare MODEL --loss mse --dequantize -o training.onnx`, "
+    "then `onward strip training.onnx -o float.onnx`"
+)
 
 
 def express(model: Model, operators: Container[str], cannot: Mapping[str, str], engine: str) -> Model:
@@ -92,9 +96,10 @@ def express(model: Model, operators: Container[str], cannot: Mapping[str, str], 
         reasons = {**_NO_TENSORS, **cannot}
         names = dict.fromkeys(map(operator_name, unknown))
         lines = [f"- `{name}`: {reasons.get(name, 'not in the table of operators')}" for name in names]
+        is_quantized = any("Quant" in name or "Integer" in name for name in names)
         return UnsupportedError(
             f"the engine `{engine}` lacks operators of this model:\n" + "\n".join(lines),
-            hint="`onward engines` lists the operators of each engine",
+            hint=_DEQUANTIZE if is_quantized else "`onward engines` lists the operators of each engine",
         )
 
     return replace_unknown(model, unknown_nodes, refusal)

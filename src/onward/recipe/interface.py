@@ -7,7 +7,8 @@ that move the axis; constants replace inputs that are not data. `strip` restores
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onward.build import Builder, Expr
-from onward.errors import RecipeError, UnknownNameError, suggest_or_list, warn
+from onward.errors import Error, RecipeError, UnknownNameError, suggest_or_list, warn
 from onward.model import Model
 from onward.model.core import values
 from onward.recipe.preprocessing.join import move_before
@@ -113,8 +114,36 @@ def correct_shape(model: Model, value: ir.Value) -> None:
     if differ or len(computed) != len(declared):
         warn(f"`{value.name}` is declared as {declared}, and computed as {computed}, which is used")
         value.shape = computed
+    elif moving := [i for i in _moving_axes(model, value, pairs) if isinstance(declared[i], int)]:
+        warn(f"`{value.name}` is declared as {declared}, but the sizes of axes {moving} follow the inputs")
+        value.shape = ir.Shape([a if i in moving or isinstance(a, int) else b for i, (a, b) in enumerate(pairs)])
     elif fixed_batch(model) is not None:  # else a tool may have opened inputs, and left sizes of inner values
         value.shape = ir.Shape([a if isinstance(a, int) else b for a, b in pairs])
+
+
+_OPEN_SIZES = 64, 96
+"""Sizes of open dimensions, to see which sizes of an output depend on them."""
+
+
+def _moving_axes(model: Model, value: ir.Value, pairs: Sequence[tuple[Any, Any]]) -> list[int]:
+    """Return the axes of an output whose sizes depend on open sizes of inputs, where the model states a number."""
+    if all(isinstance(a, int) or not isinstance(b, int) for a, b in pairs):
+        return []
+    shapes = []
+    for size in _OPEN_SIZES:
+        sized = model.copy()
+        for node in sized.graph:  # a tool may have stored the sizes of its example
+            for output in node.outputs:
+                output.shape = None
+        for entry in sized.inputs:
+            if entry.shape is not None:
+                entry.shape = ir.Shape([dim if isinstance(dim, int) else size for dim in entry.shape])
+        result = sized.outputs[model.outputs.index(value)]
+        with suppress(Error):
+            fill_in_types(sized, [result])
+        shapes.append(result.shape or ())
+    both = enumerate(zip(*shapes, strict=False))
+    return [i for i, (a, b) in both if isinstance(a, int) and isinstance(b, int) and a != b]
 
 
 # ---- nodes at the edges ----------------------------------------------------------------------------------------------
