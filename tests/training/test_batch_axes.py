@@ -14,7 +14,7 @@ from marks import needs
 from runs import QUIET
 
 import onward
-from onward.errors import RecipeError, UnknownNameError
+from onward.errors import RecipeError, UnknownNameError, UnsupportedError
 
 BODY = """<float[3, 2] weight = {1.0, 2.0, 3.0, 4.0, 0.5, 0.7},
   float[3, 3] mix = {1, 0.5, 0.1, 0.2, 0.3, 0.4, 0.9, -1, -2}, int64[1] axis = {0}> {
@@ -277,3 +277,11 @@ def test_sizes_that_follow_the_inputs_are_open_though_an_output_states_those_of_
     predicted = np.concatenate([session.run(None, {"x": x[None]})[0] for x in data["x"]])
     (loss,) = [event["loss"] for event in run.read_log() if event["event"] == "epoch"]
     np.testing.assert_allclose(loss, ((predicted - data["target"]) ** 2).mean(), rtol=1e-5)
+
+
+def test_a_sequence_as_input_is_refused(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
+        g (seq(float[N, 4]) xs) => (float[N, 3] y) <float[4, 3] w = {1, 0.5, 0, -1, 0.3, 0.2, 0.7, -0.4, 0.9, 0.1, 0, 1}>
+        { x = ConcatFromSequence<axis = 0>(xs) y = MatMul(x, w) }""")
+    with pytest.raises(UnsupportedError, match=r"input `xs` is a sequence\(float32\)"):
+        onward.train(model, {"xs": arrays()["state"]}, loss="mse", run=tmp_path / "run")

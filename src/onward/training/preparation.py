@@ -17,6 +17,7 @@ from onward.build import Builder
 from onward.engines.initialization import start_over
 from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.inspect.parameters import exporter_remarks, verdicts
+from onward.inspect.summary import port
 from onward.model import Model
 from onward.model.state import states
 from onward.recipe import prepare, replace_head
@@ -65,6 +66,12 @@ def prepare_training(
 
     Initial values of the recipe are applied.
     """
+    for value in original.inputs:
+        if isinstance(value.type, ir.SequenceType | ir.OptionalType):
+            raise UnsupportedError(
+                f"input `{value.name}` is a {port(value).type}, which data cannot be",
+                hint="cut the model after it: `onward extract MODEL --from TENSOR -o cut.onnx`",
+            )
     if original.is_training_model:
         if recipe:
             raise RecipeError(
