@@ -194,7 +194,7 @@ def mixer():
         def __call__(self, image):
             norm = functools.partial(nn.LayerNorm, epsilon=1e-6)
             x = nn.Conv(24, (8, 8), (8, 8))(image)
-            x = x.reshape(len(x), -1, 24)
+            x = x.reshape(x.shape[0], 16, 24)
             for _ in range(2):
                 x = x + Mlp(12)(norm()(x).swapaxes(1, 2)).swapaxes(1, 2)
                 x = x + Mlp(96)(norm()(x))

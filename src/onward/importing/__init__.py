@@ -148,21 +148,24 @@ def _plan_by_structure(arguments: _Arguments) -> ImportPlan:
             names = by_shape(checkpoint.tensors, without_steps(like))
             note = f"{len(names)} tensors are matched by shapes that occur once; outputs could not be compared"
             checkpoint = dataclasses.replace(checkpoint, remarks=(*checkpoint.remarks, note))
-            return plan_import(checkpoint, like, **{**_stated(arguments), "names": names})
+            return _plan(checkpoint, like, dataclasses.replace(arguments, names=names))
         captured = capture_model(checkpoint, arguments.module, arguments.example_inputs, arguments.loss or "mse")
-        named = _named(checkpoint, captured, arguments)
+        named = _named(checkpoint, captured, arguments, weights_only=not checkpoint.optimizers)
         source, checkpoint = captured.model, _in_graph_names(named)
         loss = named.base.loss if named.base else None
     checkpoint = dataclasses.replace(checkpoint, loss=checkpoint.loss or loss)
     checkpoint = by_structure(checkpoint, without_steps(source), without_steps(like))
-    if checkpoint.optimizers or like.steps or arguments.optimizer is not None:
-        return plan(checkpoint, Captured(like, None), arguments)
-    matched = Match({name: name for name in checkpoint.tensors})
-    return ImportPlan(checkpoint, matched, RunState(like, None, ()), {}, checkpoint.tensors, checkpoint.remarks, ())
+    return _plan(checkpoint, like, dataclasses.replace(arguments, names=None))
 
 
-def _stated(arguments: _Arguments) -> dict[str, Any]:
-    return {field.name: getattr(arguments, field.name) for field in dataclasses.fields(MissingOptions)}
+def _plan(checkpoint: Checkpoint, like: Model, options: MissingOptions) -> ImportPlan:
+    """Return the plan of an import, of weights alone if nothing has an optimizer."""
+    if checkpoint.optimizers or like.steps or options.optimizer is not None:
+        return plan(checkpoint, Captured(like, None), options)
+    named = _named(checkpoint, Captured(like, None), options, weights_only=True)
+    tensors = _in_graph_names(named).tensors
+    notes = tuple(checkpoint.remarks)
+    return ImportPlan(checkpoint, named.match, RunState(like, None, ()), {}, tensors, notes, assumptions=notes)
 
 
 def with_weights(
@@ -331,7 +334,9 @@ def _in_graph_names(named: _Named) -> Checkpoint:
     )
 
 
-def _named(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) -> _Named:
+def _named(
+    checkpoint: Checkpoint, captured: Captured, options: MissingOptions, *, weights_only: bool = False
+) -> _Named:
     """Match a checkpoint with a graph by names, and name its optimizer state."""
     checkpoint = dataclasses.replace(checkpoint, tied={**checkpoint.tied, **captured.tied})
     source = captured.model
@@ -349,7 +354,8 @@ def _named(checkpoint: Checkpoint, captured: Captured, options: MissingOptions) 
         refuse_unmatched(checkpoint, matched, model, constants, is_numbered=True)
         raise
     refuse_unmatched(checkpoint, matched, model, constants)
-    groups = run_groups(checkpoint, matched, parse(options.optimizer) if options.optimizer is not None else None, base)
+    optimizer = parse(options.optimizer) if options.optimizer is not None else None
+    groups = [] if weights_only else run_groups(checkpoint, matched, optimizer, base)
     return _Named(with_slot_names(checkpoint, matched, groups), matched, model, base, groups, notes)
 
 
