@@ -319,7 +319,7 @@ def _in_graph_names(named: _Named) -> Checkpoint:
             dataclasses.replace(group, parameters=tuple(names[name] for name in group.parameters if name in names))
             for group in optimizer.groups
         )
-        slots = {
+        slots: dict[str | int, dict[str, Any]] = {
             names[str(name)]: {slot: orient(name, x) if isinstance(x, Tensor) else x for slot, x in values.items()}
             for name, values in optimizer.slots.items()
             if name in names

@@ -181,8 +181,9 @@ class _Graph:
                 continue
             weight = reads[source, 1] if source.op_type == "Conv" else reads[source, 1].swapaxes(0, 1)
             if len(weight) == reads[node, 1].size:  # else groups of a ConvTranspose
-                options = attributes(node, self.model.opset)
-                self.norms.append(_Norm(*(reads[node, i] for i in range(1, 5)), weight, bias, options["epsilon"]))
+                scale, shift, mean, variance = (reads[node, i] for i in range(1, 5))
+                epsilon = attributes(node, self.model.opset)["epsilon"]
+                self.norms.append(_Norm(scale, shift, mean, variance, weight, bias, epsilon))
         return biases
 
     # ---- pieces ----
@@ -527,7 +528,9 @@ def _match(pair: _Pair) -> tuple[dict[int, int], int]:
         if not unmatched:
             return matches, by_order
         pair.set_alike(matches)
-        clear, unclear, idle = {}, {}, {}
+        clear: dict[int, int] = {}
+        unclear: dict[int, int] = {}
+        idle: dict[int, int] = {}
         for ours, theirs in unmatched:
             gaps, effects = _gaps(pair, ours, theirs)
             for row, i in enumerate(ours):
