@@ -284,7 +284,8 @@ def _import(
 ) -> list[Path]:
     from onward.importing import apply_plan, plan_import, plan_json, plan_lines
 
-    destination = target(source, output, "training", data=data, force=force or dry_run)
+    ending = "training" if settings["match"] == "names" else "matched"
+    destination = target(source, output, ending, data=data, force=force or dry_run)
     with working(f"reading {source}"):
         planned = plan_import(source, like, **settings)
         training = apply_plan(planned)
