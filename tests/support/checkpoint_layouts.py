@@ -623,6 +623,12 @@ def _of_vits(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     }
 
 
+def _of_fastai(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Return a file of `Learner.save`, whose optimizer has a form of its own."""
+    slots = {"grad_avg": torch.zeros(1), "sqr_avg": torch.zeros(1), "step": STEPS}
+    return {"model": module.state_dict(), "opt": {"state": [slots], "hypers": [{"lr": 1e-2, "mom": 0.9}]}}
+
+
 def _of_apex(module: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
     return {**plain(module, optimizer, None), "amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": STEPS}}}
 
@@ -958,6 +964,7 @@ LAYOUTS: dict[str, Layout] = {
     "Ultralytics": Layout(_of_ultralytics, _ultralytics, Vision),
     "Ultralytics, in half precision": Layout(_in_half, _ultralytics, Vision, is_same_after=False),
     "YOLOv5": Layout(_of_yolov5, _ultralytics, Vision, is_same_after=False),
+    "fastai": Layout(_of_fastai, _adam, Vision, refusal="`onward train --weights"),
     "Detectron2": Layout(_with_iteration, **_DETECTRON),
     "Detectron2, a group for each parameter": Layout(_with_iteration, **{**_DETECTRON, "optimizer": _detectron}),
     "MMCV": Layout(_of_mmcv, **_VISION, options={"updates": STEPS}),

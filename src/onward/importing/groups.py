@@ -25,7 +25,7 @@ from onward.recipe.optimizers import optimizer as known_optimizer
 from onward.recipe.spec import Spec
 from onward.recipe.trainable import as_patterns, matching
 from onward.run_state.problems import Problems
-from onward.run_state.state import OptimizerState, ParameterGroup, RunState
+from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RunState
 from onward.run_state.tensors import Tensor
 from onward.vocabulary.torch import REFUSED_OPTIMIZERS
 
@@ -335,6 +335,12 @@ def _spec(optimizer: OptimizerState, group: ParameterGroup, stated: Spec | None)
     refused = next((classes[family] for family in optimizer.families if family in classes), None)
     if stated is None and refused is not None:
         raise UnsupportedError(refused[0], hint=refused[1])
+    slots = sorted({str(slot) for values in optimizer.slots.values() for slot in values} - {COUNT, MASTER})
+    if slots and not optimizer.families:
+        raise UnsupportedError(
+            f"no optimizer of recipes keeps {list_names(slots, 6)}, as that of the checkpoint",
+            hint="start a new run with its weights: `onward train --weights CHECKPOINT`",
+        )
     if stated is None:
         raise UnsupportedError(
             f"the checkpoint does not name its optimizer: {optimizer.title}",

@@ -84,6 +84,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             checkpoint = format.read(location)
         names = {*checkpoint.executes, *(code.name for code in _code(named, location))}
         return dataclasses.replace(checkpoint, executes=tuple(sorted(names)))
+    if pytorch.is_packed(location):
+        raise UnsupportedError(
+            f"`{location}` is a zip file with files of PyTorch", hint=f"unpack it: `unzip {location} -d unpacked`"
+        )
     inside = sorted(child.name for child in location.iterdir() if is_checkpoint(child)) if location.is_dir() else []
     raise UnsupportedError(
         f"`{location}` has no known checkpoint format",

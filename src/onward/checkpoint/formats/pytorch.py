@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 from onward.checkpoint.format import Checkpoint, Format
@@ -18,6 +19,7 @@ from onward.checkpoint.pytorch.contents import (
 from onward.checkpoint.pytorch.state_dicts import module_state, optimizer_state, up_to_date
 from onward.checkpoint.safetensors_files import MODEL, PYTORCH, write_safetensors
 from onward.errors import UnsupportedError, list_names
+from onward.model.storage.containers import BAD_ZIP
 
 
 def read(path: Path) -> Checkpoint:
@@ -81,6 +83,15 @@ def _write_folder(checkpoint: Checkpoint, folder: Path) -> None:
         write_again(checkpoint, folder)
     else:
         write(checkpoint, folder / "checkpoint.pt")
+
+
+def is_packed(path: Path) -> bool:
+    """True for a zip file with files of `torch.save`, such as those of stable-baselines3."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.endswith(ENDINGS) for name in archive.namelist())
+    except BAD_ZIP:
+        return False
 
 
 FOLDER = Format("torch-files", "files of PyTorch", _is_folder, _read_folder, _write_folder, needs_names=False)

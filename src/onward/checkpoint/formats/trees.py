@@ -30,7 +30,7 @@ _NPY = b"\x93NUMPY"
 
 
 def _is_tree(path: Path) -> bool:
-    if path.suffix in (".pkl", ".pickle") and path.is_file():
+    if path.suffix in (".pkl", ".pickle", ".pdparams") and path.is_file():
         with open(path, "rb") as file:
             return file.read(2)[:1] == b"\x80"
     if path.suffix != ".npz":
