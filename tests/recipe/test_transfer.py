@@ -1,6 +1,7 @@
 """Transfer learning: new heads, low-rank adapters, parameters by role and distillation, against PyTorch."""
 
 import json
+import shutil
 import warnings
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from marks import needs
 from models import digits_mlp, small_cnn, small_transformer
+from paths import CHECKPOINTS
 from representatives import examples
 from stepping import Stepper
 
@@ -384,6 +386,68 @@ def test_one_session_of_onnxruntime_switches_between_adapters(tmp_path):
     (tmp_path / "broken.onnx_adapter").write_bytes(path.read_bytes()[:50])
     with pytest.raises(onward.Error, match="holds no adapter"):
         onward.lora.load(small_cnn(), tmp_path / "broken.onnx_adapter")
+
+
+def _adapted_folder(folder):
+    """Train adapters of a model in a folder of onnxruntime-genai; write them and their base into a copy."""
+    base = onward.load(CHECKPOINTS / "genai")
+    adapted = onward.lora.add(base, rank=2, alpha=4, targets=["*qkv_proj*", "*down_proj*"])
+    training = onward.prepare(adapted, loss="logits=cross_entropy:axis=-1", optimizer="adamw:lr=3e-2")
+    rng = np.random.default_rng(0)
+    tokens, labels = rng.integers(3, 32, (2, 4, 8))
+    feed = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+    feed |= {f"past_key_values.0.{part}": np.zeros((4, 1, 0, 16), np.float32) for part in ("key", "value")}
+    with onward.engines.start(training) as engine:
+        losses = [float(engine.step({**feed, "labels": labels})["loss"]) for _ in range(20)]
+        trained = onward.transform.strip(engine.updated())
+    assert losses[-1] < losses[0] - 0.3
+    shutil.copytree(CHECKPOINTS / "genai", folder / "base")
+    onward.lora.as_inputs(trained).save(folder / "base" / "model.onnx")
+    onward.lora.save(trained, folder / "base" / "words.onnx_adapter")
+    shutil.copytree(CHECKPOINTS / "genai", folder / "merged")
+    onward.lora.merge(trained).save(folder / "merged" / "model.onnx")
+    return feed
+
+
+def test_adapters_of_a_folder_of_onnxruntime_genai(tmp_path):
+    feed = _adapted_folder(tmp_path)
+    session, merged = (ort.InferenceSession(tmp_path / name / "model.onnx") for name in ("base", "merged"))
+    adapter, options = ort.LoraAdapter(), ort.RunOptions()
+    adapter.Load(str(tmp_path / "base" / "words.onnx_adapter"))
+    options.add_active_adapter(adapter)
+    expected, original = merged.run(["logits"], feed)[0], session.run(["logits"], feed)[0]
+    np.testing.assert_allclose(session.run(["logits"], feed, options)[0], expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(original - expected).max() > 0.1
+    (tmp_path / "base" / "genai_config.json").write_text('{"model": {"decoder": {"filename": "../x.onnx"}}}')
+    with pytest.raises(onward.Error, match="does not name a model"):
+        onward.load(tmp_path / "base")
+
+
+@pytest.mark.slow
+def test_onnxruntime_genai_generates_with_adapters(tmp_path):
+    """Its generator loads the folder, and the adapter gives the words and logits of the merged model."""
+    genai = pytest.importorskip("onnxruntime_genai")
+    _adapted_folder(tmp_path)
+
+    def generate(folder, adapter=None):
+        model = genai.Model(str(folder))
+        (parameters := genai.GeneratorParams(model)).set_search_options(max_length=12, do_sample=False, batch_size=1)
+        generator, adapters = genai.Generator(model, parameters), genai.Adapters(model)
+        if adapter is not None:
+            adapters.load(str(adapter), "words")
+            generator.set_active_adapter(adapters, "words")
+        generator.append_tokens([[1, 5, 9, 12]])
+        logits = np.array(generator.get_output("logits"))
+        while not generator.is_done():
+            generator.generate_next_token()
+        return [*map(int, generator.get_sequence(0))], logits
+
+    base, merged = generate(tmp_path / "base"), generate(tmp_path / "merged")
+    active = generate(tmp_path / "base", tmp_path / "base" / "words.onnx_adapter")
+    original = generate(CHECKPOINTS / "genai")
+    assert base[0] == original[0] and active[0] == merged[0]
+    np.testing.assert_allclose(base[1], original[1], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(active[1], merged[1], rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_for_another_model_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from onward.model import older_forms, protos, storage
 from onward.model.checks import callees_first, check_tensors
 from onward.model.core import Model, Step
 from onward.model.protos import all_nodes, replace_entries
+from onward.model.storage.files import SENSELESS, blame_file, is_plain_name
 from onward.model.walk import graphs_in
 from onward.standard import KERNELS, domain_of
 
@@ -41,7 +43,8 @@ def load(model: Source) -> Model:
 
         model = onward.load("training.onnx")
 
-    - `model`: its path or bytes; an `onward.Model` is returned as is
+    - `model`: its path or bytes, or a folder of onnxruntime-genai; an `onward.Model` is returned as
+      is
     """
     if isinstance(model, Model):
         return model
@@ -51,12 +54,25 @@ def load(model: Source) -> Model:
         return _from_nowhere(proto)
     if isinstance(model, bytes | bytearray | memoryview):
         return _from_nowhere(storage.parse_proto(bytes(model)))
-    opened, path = storage.open_model(model), Path(model)
+    path = _file_of(Path(model))
+    opened = storage.open_model(path)
     model = from_proto(opened.proto)
     _refuse_native_kernels(opened.proto)
     storage.hold_data(tensor_sites(model), opened.folder, opened.files)
     model.path = path
     return model
+
+
+def _file_of(path: Path) -> Path:
+    """Return the model of a folder of onnxruntime-genai; any other path as it is."""
+    configuration = path / "genai_config.json"
+    if not configuration.is_file():
+        return path
+    with blame_file(f"`{configuration}` does not name a model", *SENSELESS, OSError):
+        name = json.loads(configuration.read_text(encoding="utf-8"))["model"]["decoder"]["filename"]
+        if not is_plain_name(name):
+            raise ValueError("its `filename` is not in the folder")
+        return path / name
 
 
 def load_shapes(source: Source) -> Model:
