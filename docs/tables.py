@@ -22,7 +22,7 @@ from onward.checkpoint.exporting import to_checkpoint
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.formats import FORMATS, open_checkpoint
 from onward.cli.commands import build
-from onward.options import ModelAndData, StepOptions, TrainConfig, options_of
+from onward.options import EvaluateOptions, ModelAndData, StepOptions, TrainConfig, options_of
 from onward.rules import RULES, NoGradient, Rewrite, Rule
 from onward.vocabulary.optimizers import OPTAX_ROWS, TORCH_ROWS
 from onward.vocabulary.rows import OptimizerRow
@@ -100,6 +100,10 @@ def recipe_options() -> str:
 
 def run_options() -> str:
     return _declared(ModelAndData, TrainConfig)
+
+
+def evaluate_options() -> str:
+    return _declared(EvaluateOptions)
 
 
 def _declared(*classes: type) -> str:
@@ -418,6 +422,7 @@ TABLES = {
         preprocessing,
         augmentations,
         recipe_options,
+        evaluate_options,
         run_options,
         codes,
         gradients,

@@ -676,7 +676,7 @@ class PredictOptions(InferenceOptions):
     """Options of predictions."""
 
     _: dataclasses.KW_ONLY
-    raw: bool = _run(False, None, "give all outputs of the model as they are")
+    raw: bool = _run(False, None, "give the raw outputs of the model")
     keep: Sequence[str] | str = _run((), "COLUMN", "column of the data to copy to the output", repeated=True)
 
 

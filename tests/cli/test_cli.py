@@ -30,7 +30,7 @@ from onward.cli.commands import app
 from onward.engines import ENGINES, FRAMEWORKS
 from onward.errors import MEMORY_HINT
 
-BUILD = ["train", "prepare", "gradient", "lower", "pipeline", "page", "convert"]
+BUILD = ["train", "evaluate", "predict", "prepare", "gradient", "lower", "pipeline", "page", "convert"]
 LOOK = ["check", "check-gradients", "verify", "engines", "describe", "diff", "report", "plan"]
 CHANGE = ["set", "rename", "prefix", "merge", "extract", "inline", "opset", "data", "reset", "strip", "refresh"]
 COMMANDS = [*BUILD, *LOOK, *CHANGE]

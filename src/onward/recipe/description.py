@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from onward.errors import DataError
 from onward.model import Model
+from onward.model.core import values
 from onward.recipe.losses import LOSSES
 from onward.recipe.metrics import Objective, labels_of, objectives
 from onward.recipe.objective import is_of_scores, source_of_scores
@@ -71,7 +72,7 @@ class Description:
     ) -> Description:
         """Return the description of the models that a run makes. `interface` holds `batch_axis` and `constants`."""
         losses = [o for o in objectives(training) if o.name in LOSSES and o.output]
-        outputs = {value.name: value for value in training.graph.outputs}
+        outputs = {value.name: value for value in values(training.graph)}
         task = task_of(losses[0], outputs[losses[0].output]) if losses and losses[0].output in outputs else None
         named = {name: list(of_input) for name, of_input in columns.items()}
         fact = training.step().fact("train.recipe")

@@ -716,7 +716,7 @@ class Labels:
 
 
 def labels_of(training: Model) -> Labels | None:
-    shapes = {value.name: value.shape for value in values(training.graph)}
+    shapes = {value.name: value.shape for value in values(training.graph)}  # a loss may read an inner value
     for loss in objectives(training):
         shape = shapes.get(loss.output)
         if not loss.by_number or loss.target is None or shape is None or len(shape) < 2:

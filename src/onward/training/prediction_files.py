@@ -23,7 +23,7 @@ Widths = Mapping[str, list[str] | None]
 """Names of the columns that an array of a batch becomes."""
 
 
-class Writer(Protocol):
+class PredictionWriter(Protocol):
     """A file of predictions."""
 
     def __init__(self, file: IO[bytes], widths: Widths): ...
@@ -200,10 +200,10 @@ class _Npz:
         self._file.flush()
 
 
-WRITERS: Mapping[str, type[Writer]] = {".csv": _Csv, ".jsonl": _JsonLines, ".parquet": _Parquet, ".npz": _Npz}
+WRITERS: Mapping[str, type[PredictionWriter]] = {".csv": _Csv, ".jsonl": _JsonLines, ".parquet": _Parquet, ".npz": _Npz}
 
 
-def writer_for(path: str | os.PathLike[str]) -> type[Writer]:
+def writer_for(path: str | os.PathLike[str]) -> type[PredictionWriter]:
     """Return the writer for the ending of a path.
 
     Raises:
