@@ -48,6 +48,8 @@ from onward.transform.training import strip
 _FEWEST, _MOST = 32, 1024
 """Rows of a batch by default: as many as have `_BYTES`, within these."""
 _BYTES = 1 << 18
+_TOGETHER, _READ = 16, 4 << 20
+"""Batches that are read and checked together, and their bytes."""
 KEPT = "keep/"
 """Prefix of columns that are only copied."""
 _TASK_HINT = "say what it was trained with: `--loss logits=cross_entropy`, or `--task classification`"
@@ -74,20 +76,28 @@ class Inference:
     quiet: bool
     _compute: Callable[[Batch], Mapping[str, np.ndarray]]
     _batches: Batches
-    _size: int | None
+    _size: int
+    _fixed: int | None
     loss: Callable[[Mapping[str, np.ndarray], Batch, int], float] | None = None
     """The loss of some rows: outputs, batch, number of rows."""
 
     def __iter__(self) -> Iterator[tuple[int, Batch, Mapping[str, np.ndarray], int]]:
         """Yield the first row of each batch, its inputs and targets, the outputs, and the number of rows."""
-        batches = ((batch, samples_in(batch)) for batch in self._batches.epoch(0))
         total = len(self.data) if isinstance(self.data, Dataset) else None
         first = 0
         with showing_rows(total, self.quiet) as advance:
-            for batch, outputs, samples in outputs_of(self._compute, batches, self._size):
+            for batch, outputs, samples in outputs_of(self._compute, self._cut(), self._fixed):
                 yield first, batch, outputs, samples
                 first += samples
                 advance(first)
+
+    def _cut(self) -> Iterator[tuple[Batch, int]]:
+        """Yield batches: what is read together is several of them."""
+        for batch in self._batches.epoch(0):
+            count = samples_in(batch)
+            for start in range(0, count, self._size):
+                rows = slice(start, start + self._size)
+                yield {name: array[rows] for name, array in batch.items()}, min(self._size, count - start)
 
     def ids(self, rows: np.ndarray) -> np.ndarray:
         """Return the files of rows, or their numbers."""
@@ -148,14 +158,14 @@ def open_inference(
             raise DataError(f"the stream has no column `{column}`", hint=f"it has {list_names(list(data.columns), 6)}")
         bindings[KEPT + column] = Binding((column,), texts=data.columns[column].classes, is_checked=False)
     fixed = check_batch_axis({**inputs, **(needed if labeled else {})}, model.inputs)
-    size = settings.get("batch_size") or fixed or _size_for(data, bindings)
+    size = settings.get("batch_size") or fixed or min(max(_BYTES // _row_bytes(data, bindings), _FEWEST), _MOST)
     if fixed is not None and size > fixed:
         raise DataError(f"the batch size of the model is fixed to {fixed}", hint="leave `batch_size` out")
     is_labels = objective is not None and objective.by_number and objective.target is not None and count is not None
     batches = Batches(
         data,
         bindings,
-        size=size,
+        size=size * max(min(_TOGETHER, _READ // (size * _row_bytes(data, bindings))), 1),
         shuffle=False,
         classes={objective.target: count} if objective and objective.target and count and is_labels else None,
         ignore=objective.ignored if objective else None,
@@ -178,6 +188,7 @@ def open_inference(
         quiet,
         lambda batch: function({name: batch[name] for name in inputs}),
         batches,
+        size,
         fixed,
         _loss_function(objective, value, needed) if labeled and says.loss and objective and value is not None else None,
     )
@@ -292,7 +303,8 @@ def _loss_function(
     result = LOSSES[objective.name].build(op, *map(op, inputs), **dict(objective.options)).named("loss").value
     result.type = ir.TensorType(value.dtype or ir.DataType.FLOAT)
     graph.outputs.append(result)
-    compute = engines.function(Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(op.functions.values()))))
+    model = Model(ir.Model(graph, ir_version=IR_VERSION, functions=list(op.functions.values())))
+    compute = engines.function(model, engine="numpy")
 
     def loss(outputs: Mapping[str, np.ndarray], batch: Batch, rows: int) -> float:
         arrays = {name: batch[name][:rows] for name in needed}
@@ -397,6 +409,5 @@ def _same_classes(
     return data, theirs
 
 
-def _size_for(data: Dataset | Stream, bindings: Mapping[str, Binding]) -> int:
-    row = bytes_of_row(data.columns, columns_of(bindings))
-    return min(max(_BYTES // max(row, 1), _FEWEST), _MOST)
+def _row_bytes(data: Dataset | Stream, bindings: Mapping[str, Binding]) -> int:
+    return max(bytes_of_row(data.columns, columns_of(bindings)), 1)
