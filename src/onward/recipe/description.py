@@ -71,7 +71,7 @@ class Description:
         keeps_preprocessing: bool = False,
     ) -> Description:
         """Return the description of the models that a run makes. `interface` holds `batch_axis` and `constants`."""
-        losses = [o for o in objectives(training) if o.name in LOSSES and o.output]
+        losses = [o for o in objectives(training) if o.name in LOSSES and o.output and len(training.steps) == 1]
         outputs = {value.name: value for value in values(training.graph)}
         task = task_of(losses[0], outputs[losses[0].output]) if losses and losses[0].output in outputs else None
         named = {name: list(of_input) for name, of_input in columns.items()}
@@ -187,7 +187,7 @@ def kind_of_scores(value: ir.Value, objective: Objective | None) -> str | None:
     The graph knows; else the loss does.
     """
     node = source_of_scores(value)[0]
-    if node is not None and node.op_type in ("Softmax", "Sigmoid", "HardSigmoid"):
+    if node is not None and (node.op_type in ("Softmax", "Sigmoid", "HardSigmoid") or _is_classifier(node)):
         return "probabilities"
     if node is not None and node.op_type == "LogSoftmax":
         return "log-probabilities"
@@ -200,12 +200,27 @@ def kind_of_scores(value: ir.Value, objective: Objective | None) -> str | None:
     return "logits"
 
 
+def _is_classifier(node: ir.Node) -> bool:
+    """True if a classifier of scikit-learn, XGBoost and the like gives probabilities."""
+    transform = node.attributes.get("post_transform")
+    return node.op_type in ("TreeEnsembleClassifier", "SVMClassifier") or (
+        node.op_type == "LinearClassifier" and transform is not None and transform.value != "NONE"
+    )
+
+
+def implied_classes(value: ir.Value | None) -> tuple[str, ...] | None:
+    """Return the class names that a classifier of scikit-learn and the like holds."""
+    node = source_of_scores(value)[0] if value is not None else None
+    labels = node.attributes.get("classlabels_strings") if node is not None else None
+    return tuple(labels.as_strings()) or None if labels is not None else None
+
+
 def implied_task(value: ir.Value) -> str | None:
     """Return the task of an output that ends in probabilities, or None."""
     node = source_of_scores(value)[0]
     if node is None or value.shape is None or len(value.shape) > 2:
         return None
-    if node.op_type in ("Softmax", "LogSoftmax"):
+    if node.op_type in ("Softmax", "LogSoftmax") or _is_classifier(node):
         return "classification" if len(value.shape) == 2 else None
     if node.op_type == "Sigmoid":
         return "binary" if len(value.shape) < 2 or value.shape[1] == 1 else "multi-label"

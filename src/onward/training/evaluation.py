@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -139,6 +139,10 @@ def evaluate(
     """
     if missing := [name for name in ("model", "data") if settings.get(name) is None]:
         raise ArgumentError(f"`evaluate` needs `{missing[0]}`", hint="see `help(onward.evaluate)`")
+    if against is not None and isinstance(settings["data"], Iterator):
+        raise DataError(
+            "`against` reads the data twice, but they are a generator", hint="pass a function that makes it"
+        )
     metrics = [metrics] if isinstance(metrics, str) else metrics
     inference = open_inference(settings, labeled=True, quiet=quiet)
     groups = None if against is None else _Groups(inference)
@@ -154,8 +158,6 @@ def evaluate(
         raise RecipeError("the models have different classes", hint="evaluate one after the other")
     groups_before = _Groups(other)
     before = _measure(other, metrics, 0, groups_before)
-    if before.rows != evaluation.rows:
-        raise DataError("the data changed between the models", hint="pass data that can be read twice, not a generator")
     changes = _compare(before, evaluation, groups_before, groups)
     return dataclasses.replace(evaluation, changes=changes, notes=[*evaluation.notes, *before.notes])
 
@@ -174,13 +176,11 @@ def _measure(inference: Inference, metrics: Sequence[str] | None, worst: int, gr
         chosen = [*chosen, "f1"]  # for the table of classes
     wanted = measures_for(objective, chosen, "loss", objective.ignored, inference.scores)
     measured = _Measured(inference, wanted, worst, groups)
-    rows = 0
-    for first, batch, outputs, samples in inference:
-        measured.add(first, outputs, batch, samples)
-        rows += samples
+    for first, batch, outputs in inference.results([wanted.output or ""]):
+        measured.add(first, outputs[wanted.output or ""], batch)
     measured.flush()
     results = measured.metrics.results()
-    loss = {} if inference.loss is None else {"loss": measured.total / max(rows, 1)}
+    loss = {} if inference.loss is None else {"loss": measured.total / max(measured.rows, 1)}
     if OF_LOSS in wanted.names:
         results[OF_LOSS] = float(np.exp(loss["loss"])) if loss else float("nan")
     if metrics is None and task == "segmentation":
@@ -197,7 +197,7 @@ def _measure(inference: Inference, metrics: Sequence[str] | None, worst: int, gr
     return Evaluation(
         inference.title,
         task,
-        rows,
+        measured.rows,
         loss | results,
         inference.classes,
         _per_class(inference, confusion.tables, task) if confusion is not None else {},
@@ -218,32 +218,23 @@ class _Measured:
     def __init__(self, inference: Inference, measures: Measures, worst: int, groups: _Groups | None):
         self._inference, self._measures, self._most, self._groups = inference, measures, worst, groups
         self.metrics = measures.make(_MOST_KEPT)
-        self.total = 0.0
+        self.total, self.rows = 0.0, 0
+        """The sum of the losses of rows, and the number of rows."""
         self._waiting: list[tuple[int, np.ndarray, dict[str, np.ndarray]]] = []
-        self._count = self._size = 0
         self._worst: list[tuple[float, int, Any, Any]] = []
 
-    def add(self, first: int, outputs: Mapping[str, np.ndarray], batch: Mapping[str, np.ndarray], rows: int) -> None:
-        output = outputs[self._measures.output or ""]
-        if len(output) < rows:
-            raise DataError(
-                f"`{self._measures.output}` has {len(output)} rows for a batch of {rows}",
-                hint="say where samples are: `--batch-axis NAME=1`",
-            )
-        targets = {name: batch[name][:rows] for name in self._inference.targets}
-        self._waiting.append((first, output[:rows], targets))
-        self._count, self._size = self._count + rows, self._size + output.size
-        if self._count >= _ROWS or self._size >= _VALUES:
+    def add(self, first: int, output: np.ndarray, batch: Mapping[str, np.ndarray]) -> None:
+        self._waiting.append((first, output, {name: batch[name] for name in self._inference.targets}))
+        self.rows += len(output)
+        since = self._waiting[0][0]
+        if self.rows - since >= _ROWS or (self.rows - since) * output[:1].size >= _VALUES:
             self.flush()
 
     def flush(self) -> None:
-        if not self._waiting:
-            return
         name = self._measures.output or ""
-        vary = len({output.shape[1:] for _, output, _ in self._waiting}) > 1  # lengths that vary by batch
-        parts = [[part] for part in self._waiting] if vary else [self._waiting]
-        self._waiting, self._count, self._size = [], 0, 0
-        for part in parts:
+        waiting, self._waiting = self._waiting, []
+        vary = len({output.shape[1:] for _, output, _ in waiting}) > 1  # lengths that vary by batch
+        for part in [[one] for one in waiting] if vary else filter(None, [waiting]):
             first = part[0][0]
             outputs = {name: np.concatenate([output for _, output, _ in part])}
             batch = {n: np.concatenate([targets[n] for _, _, targets in part]) for n in self._inference.targets}
@@ -279,6 +270,7 @@ class _Measured:
             shown = (labels.reshape(-1).astype(int), chosen.reshape(-1).astype(int)) if is_single else None
         else:
             return
+        losses = np.nan_to_num(losses, nan=np.inf, posinf=np.inf)
         for at in np.argsort(-losses)[: self._most].tolist():
             pair_shown = (None, None) if shown is None else (shown[0][at].item(), shown[1][at].item())
             self._worst.append((float(losses[at]), int(rows[at]), *pair_shown))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from onward import engines
 from onward.build import Builder, Names
 from onward.errors import DataError, Error, RecipeError, UnsupportedError, default_hint, list_names
 from onward.model import Model, load
-from onward.recipe.description import GRAPH, TASKS, Description, implied_task, kind_of_scores, task_of
+from onward.recipe.description import GRAPH, TASKS, Description, implied_classes, implied_task, kind_of_scores, task_of
 from onward.recipe.interface import batch_axes, with_samples_first
 from onward.recipe.losses import LOSSES, Target
 from onward.recipe.metrics import Objective
@@ -63,7 +63,6 @@ class Inference:
     says: Description
     task: str | None
     objective: Objective | None
-    """The loss of the output; its target is None without labels."""
     scores: str | None
     """What the output is: `logits`, `probabilities` or `log-probabilities`, if known."""
     classes: tuple[str, ...] | None
@@ -81,13 +80,18 @@ class Inference:
     loss: Callable[[Mapping[str, np.ndarray], Batch, int], float] | None = None
     """The loss of some rows: outputs, batch, number of rows."""
 
-    def __iter__(self) -> Iterator[tuple[int, Batch, Mapping[str, np.ndarray], int]]:
-        """Yield the first row of each batch, its inputs and targets, the outputs, and the number of rows."""
+    def results(self, names: Collection[str] | None = None) -> Iterator[tuple[int, Batch, Batch]]:
+        """Yield the first row of each batch, its inputs and targets, and the named outputs that have rows."""
         total = len(self.data) if isinstance(self.data, Dataset) else None
         first = 0
         with showing_rows(total, self.quiet) as advance:
             for batch, outputs, samples in outputs_of(self._compute, self._cut(), self._fixed):
-                yield first, batch, outputs, samples
+                kept = {
+                    name: self._of_rows(name, np.asarray(array), max(samples, self._fixed or 0))[:samples]
+                    for name, array in outputs.items()
+                    if (names is None or name in names) and np.ndim(array)
+                }
+                yield first, {name: array[:samples] for name, array in batch.items()}, kept
                 first += samples
                 advance(first)
 
@@ -98,6 +102,14 @@ class Inference:
             for start in range(0, count, self._size):
                 rows = slice(start, start + self._size)
                 yield {name: array[rows] for name, array in batch.items()}, min(self._size, count - start)
+
+    def _of_rows(self, name: str, array: np.ndarray, rows: int) -> np.ndarray:
+        if len(array) != rows:
+            raise DataError(
+                f"`{name}` has {len(array)} rows for a batch of {rows}",
+                hint=f"say where its samples are, such as `--batch-axis {name}=1`",
+            )
+        return array
 
     def ids(self, rows: np.ndarray) -> np.ndarray:
         """Return the files of rows, or their numbers."""
@@ -131,16 +143,15 @@ def open_inference(
     says = _override(says, settings)
     axes, symbols = batch_axes(model, says.batch_axis, says.constants)
     notes += [f"samples of `{name}` are along axis {axes[name]}, named `{symbols[name]}`" for name in symbols]
-    model = with_samples_first(model, axes, says.constants)
+    model = with_samples_first(model.copy(), axes, says.constants)
     task, objective, targets, value = _meaning(model, says, settings, labeled, raw, notes)
-    classes, count = says.classes, _count(objective, value)
+    classes, count = says.classes or implied_classes(value), _count(objective, value)
     if classes is not None and count is not None and task != "binary" and len(classes) != count:
         raise DataError(
             f"{len(classes)} class names for the {count} classes of `{objective.output if objective else ''}`",
             hint="name all classes in order: `classes=[...]` (`--class NAME` for each)",
         )
-    needed = {target.name: ir.Value(name=target.name, type=ir.TensorType(target.dtype), shape=target.shape)
-              for target in targets}  # fmt: skip
+    needed = {t.name: ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=t.shape) for t in targets}
     data, model = _open(model, settings, says, needed if labeled else {}, notes)
     inputs = {v.name or "": v for v in model.inputs}
     asked = settings.get("columns") or {}
@@ -148,10 +159,8 @@ def open_inference(
     if objective is not None and labeled:
         data, classes = _same_classes(data, bindings[objective.target or ""], classes, count, title, notes)
         bindings = _match(data, inputs, needed, asked, says, labeled)
-    if not labeled and objective is not None:
-        objective = dataclasses.replace(objective, target=None)
     notes += [binding.note for binding in bindings.values() if binding.note]
-    for column in [keep] if isinstance(keep, str) else keep:
+    for column in keep:
         if isinstance(data, Dataset):
             data.check_column(column)
         elif column not in data.columns:
@@ -161,13 +170,13 @@ def open_inference(
     size = settings.get("batch_size") or fixed or min(max(_BYTES // _row_bytes(data, bindings), _FEWEST), _MOST)
     if fixed is not None and size > fixed:
         raise DataError(f"the batch size of the model is fixed to {fixed}", hint="leave `batch_size` out")
-    is_labels = objective is not None and objective.by_number and objective.target is not None and count is not None
+    labels = objective.target if labeled and objective is not None and objective.by_number else None
     batches = Batches(
         data,
         bindings,
         size=size * max(min(_TOGETHER, _READ // (size * _row_bytes(data, bindings))), 1),
         shuffle=False,
-        classes={objective.target: count} if objective and objective.target and count and is_labels else None,
+        classes={labels: count} if labels is not None and count is not None else None,
         ignore=objective.ignored if objective else None,
     )
     usual = {"device": "cpu", "threads": None}
@@ -259,8 +268,10 @@ def _meaning(
         if labeled or asked:
             raise
         return _unknown(error.message, labeled, notes)
+    if value.producer() is None:
+        raise RecipeError(f"`{value.name}` is not computed by the model", hint=_TASK_HINT)
     if value not in model.graph.outputs:  # a value within the graph, such as the logits before a Softmax
-        value = _as_output(model, value)
+        model.graph.outputs.append(value)
     loss = LOSSES[term.spec.name]
     options = dict(term.spec.options)
     taken = {v.name for v in model.inputs}
@@ -277,13 +288,6 @@ def _unknown(why: str, labeled: bool, notes: list[str]) -> tuple[None, None, tup
         raise RecipeError(f"cannot evaluate: {why}", hint=_TASK_HINT)
     notes.append(f"{why}: raw outputs; for classes and probabilities, {_TASK_HINT}")
     return None, None, (), None
-
-
-def _as_output(model: Model, value: ir.Value) -> ir.Value:
-    if value.producer() is None:
-        raise RecipeError(f"`{value.name}` is not computed by the model", hint=_TASK_HINT)
-    model.graph.outputs.append(value)
-    return value
 
 
 def _count(objective: Objective | None, value: ir.Value | None) -> int | None:

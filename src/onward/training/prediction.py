@@ -28,7 +28,7 @@ class Predictions:
     - `prediction`: the class by name, or by number without names; a number or numbers for regression
     - `probability`: that of the predicted class; for a binary output that of yes
     - `probabilities`: of all classes
-    - for `raw`, and if the task is unknown: the outputs of the model by name
+    - for `raw`, and if the task is unknown: the outputs of the model by name; single numbers are left out
     """
 
     def __init__(self, inference: Inference, raw: bool = False):
@@ -37,12 +37,13 @@ class Predictions:
         self.notes = inference.notes
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        inference = self._inference
-        for first, batch, outputs, samples in inference:
-            kept = {n.removeprefix(KEPT): array[:samples] for n, array in batch.items() if n.startswith(KEPT)}
-            rows = inference.ids(np.arange(first, first + samples))
-            result = {n: np.asarray(array)[:samples] for n, array in outputs.items() if np.ndim(array)}
-            yield {self.id: rows, **kept, **(result if self._is_raw else self._read(result))}
+        objective = self._inference.objective
+        names = None if self._is_raw or objective is None else [objective.output or ""]
+        for first, batch, outputs in self._inference.results(names):
+            kept = {n.removeprefix(KEPT): array for n, array in batch.items() if n.startswith(KEPT)}
+            count = len(next(iter(batch.values())))
+            rows = self._inference.ids(np.arange(first, first + count))
+            yield {self.id: rows, **kept, **(outputs if self._is_raw else self._read(outputs))}
 
     @property
     def id(self) -> str:
