@@ -13,7 +13,7 @@ from torch import nn
 
 import onward
 from onward.frameworks.torch.arguments import Flat, tensors_of
-from onward.frameworks.torch.draws import MeanDraws
+from onward.frameworks.torch.draws import FixedDraws
 from onward.frameworks.torch.probe import NothingDropped
 from zoo import NUDGES, STEPS, Run, nudged, targets_of, without_draws
 
@@ -58,7 +58,7 @@ def run(objects: Objects) -> Run:
     )  # fmt: skip
     inputs = {name: tensor.numpy() for name, tensor in Flat(copy.deepcopy(module), objects.inputs).inputs.items()}
     targets = dict(zip(targets_of(training), (x.numpy() for x in _tensors(objects.targets)), strict=True))
-    with NothingDropped(), MeanDraws():
+    with NothingDropped(), FixedDraws():
         losses, weights, gradients = _steps(objects, 0)
         moved = [_steps(objects, seed)[:2] for seed in range(1, 1 + NUDGES)]
     return Run(without_draws(training), {**inputs, **targets}, losses, weights, moved, gradients)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import onward
-from onward.agreement.steps import without_dropout
+from onward.agreement.steps import with_fixed_draws, without_dropout
 from onward.agreement.tolerance import ROUNDINGS, gap, largest
 from onward.errors import Error
 from onward.inspect import describe
@@ -105,12 +105,12 @@ def targets_of(training: Model) -> list[str]:
 
 
 def without_draws(training: Model) -> Model:
-    """Return a training model with the means of random numbers, as the framework computes its steps here."""
+    """Return a training model with fixed numbers in place of random ones, as the framework computes its steps here."""
     run = from_training_model(training)
     if "rng" not in run.state:
         return training
     state = {name: array for name, array in run.state.items() if name != "rng"}
-    return to_training_model(dataclasses.replace(run, model=without_dropout(run.model), state=state))
+    return to_training_model(dataclasses.replace(run, model=without_dropout(with_fixed_draws(run.model)), state=state))
 
 
 def nudged(weights: Arrays, seed: int) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -223,6 +224,48 @@ def without_dropout(model: Model) -> Model:
             node.replace_input_with(0, constant.outputs[0])
             node.replace_input_with(1, shape.outputs[0])
             constant.outputs[0].name, shape.outputs[0].name = names.fresh("mean"), names.fresh("shape")
+    return copy
+
+
+FACTOR, OFFSET, MODULUS = 7919, 13, 10007
+"""Numbers of the sequence that takes the place of random numbers: (7919 i + 13) mod 10007 / 10007."""
+
+
+def with_fixed_draws(model: Model) -> Model:
+    """Return a copy of an inference model in which each random operator returns the same sequence of numbers."""
+    copy = model.copy()
+    names = copy.names()
+    for node in list(copy.graph.all_nodes()):
+        if node.op_type not in ("RandomNormalLike", "RandomUniformLike") or node.domain:
+            continue
+        low = node.attributes.get_float("low", 0.0)
+        scale, start = node.attributes.get_float("high", 1.0) - low, low
+        if "Normal" in node.op_type:  # of the same variance
+            scale = node.attributes.get_float("scale", 1.0) * math.sqrt(12)
+            start = node.attributes.get_float("mean", 0.0) - scale / 2
+        y, nodes = node.outputs[0], []
+
+        def add(op_type: str, *inputs: Any, nodes: list[ir.Node] = nodes, **attributes: Any) -> ir.Value:
+            nodes.append(ir.node(op_type, inputs, attributes))
+            nodes[-1].outputs[0].name = names.fresh("draw")
+            return nodes[-1].outputs[0]
+
+        def number(array: Any) -> ir.Value:
+            return add("Constant", value=ir.tensor(array))
+
+        shape = add("Shape", node.inputs[0])
+        size = add("ReduceProd", shape, keepdims=0)
+        index = add("Range", number(np.int64(0)), size, number(np.int64(1)))
+        index = add("Add", add("Mul", index, number(np.int64(FACTOR))), number(np.int64(OFFSET)))
+        drawn = add("Cast", add("Mod", index, number(np.int64(MODULUS))), to=int(ir.DataType.FLOAT))
+        drawn = add("Div", drawn, number(np.float32(MODULUS)))
+        drawn = add("Add", add("Mul", drawn, number(np.float32(scale))), number(np.float32(start)))
+        drawn = add("Cast", add("Reshape", drawn, shape), to=int(y.dtype or ir.DataType.FLOAT))
+        drawn.type, drawn.shape = y.type, y.shape
+        assert node.graph is not None
+        node.graph.insert_before(node, nodes)
+        y.replace_all_uses_with(drawn, replace_graph_outputs=True)
+        node.graph.remove(node, safe=True)
     return copy
 
 

@@ -1,4 +1,4 @@
-"""Random numbers of PyTorch without randomness, for comparisons with a graph that has the means of its draws."""
+"""Random numbers of PyTorch without randomness, for comparisons with a graph that has fixed draws as well."""
 
 from __future__ import annotations
 
@@ -10,35 +10,43 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onward.agreement.steps import FACTOR, MODULUS, OFFSET
+
 aten = torch.ops.aten
 
 
-def _middle(draw: Tensor, *arguments: Any, low: int | None = None, high: int | None = None, **_: Any) -> Tensor:
-    bounds = [x for x in arguments if isinstance(x, int)]
-    return draw.fill_(sum(bounds if bounds[1:] else (0, *bounds)) // 2)
+def _fixed(draw: Tensor) -> Tensor:
+    """Return the numbers of `with_fixed_draws`, from 0 to 1, in the shape of a draw."""
+    numbers = (torch.arange(draw.numel()) * FACTOR + OFFSET) % MODULUS
+    return (numbers.float() / MODULUS).reshape(draw.shape)
 
 
-def _moments(draw: Tensor, mean: Any = 0.0, *_: Any, **__: Any) -> Tensor:
-    return draw.copy_(mean) if isinstance(mean, Tensor) else draw.fill_(mean)
+def _normal(draw: Tensor, mean: Any = 0.0, scale: Any = 1.0, *_: Any, **__: Any) -> Tensor:
+    return draw.copy_(_fixed(draw) * (math.sqrt(12) * scale) + (mean - math.sqrt(12) * scale / 2))
 
 
-_MEANS: Mapping[Any, Callable[..., Tensor]] = {
-    **dict.fromkeys((aten.rand, aten.rand_like), lambda draw, *_, **__: draw.fill_(0.5)),
-    **dict.fromkeys((aten.randn, aten.randn_like), lambda draw, *_, **__: draw.zero_()),
-    **dict.fromkeys((aten.randint, aten.randint_like), _middle),
-    aten.randperm: lambda draw, *_, **__: draw.copy_(torch.arange(len(draw))),
-    aten.normal: _moments,
-    aten.normal_: lambda draw, _, mean=0.0, *__, **___: draw.fill_(mean),
-    aten.uniform_: lambda draw, _, low=0.0, high=1.0, **__: draw.fill_((low + high) / 2),
-    aten.exponential_: lambda draw, _, rate=1.0, **__: draw.fill_(math.log(2) / rate),  # -log(0.5) / rate
-    aten.bernoulli: lambda draw, p, *_, **__: draw.copy_(p > 0.5),  # a uniform number is less
+def _integers(draw: Tensor, *arguments: Any, **_: Any) -> Tensor:
+    low, high = (0, *(x for x in arguments if isinstance(x, int)))[-2:]
+    return draw.copy_((_fixed(draw) * (high - low) + low).floor())
+
+
+_FIXED: Mapping[Any, Callable[..., Tensor]] = {
+    **dict.fromkeys((aten.rand, aten.rand_like), lambda draw, *_, **__: draw.copy_(_fixed(draw))),
+    **dict.fromkeys((aten.randn, aten.randn_like), lambda draw, *_, **__: _normal(draw)),
+    **dict.fromkeys((aten.randint, aten.randint_like), _integers),
+    aten.randperm: lambda draw, *_, **__: draw.copy_(_fixed(draw).argsort()),
+    aten.normal: _normal,
+    aten.normal_: lambda draw, _, *moments, **__: _normal(draw, *moments),
+    aten.uniform_: lambda draw, _, low=0.0, high=1.0, **__: draw.copy_(_fixed(draw) * (high - low) + low),
+    aten.exponential_: lambda draw, _, rate=1.0, **__: draw.copy_(_fixed(draw).log() / -rate),
+    aten.bernoulli: lambda draw, p, *_, **__: draw.copy_(_fixed(draw) < p),
 }
 """Operators -> functions of what they drew and of their arguments."""
 
 
-class MeanDraws(TorchDispatchMode):  # type: ignore[misc]
-    """Mode in which uniform numbers are 0.5, normal ones 0, and others what these give."""
+class FixedDraws(TorchDispatchMode):  # type: ignore[misc]
+    """Mode in which each draw returns the same sequence of numbers."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, mean = function(*args, **(kwargs or {})), _MEANS.get(function.overloadpacket)
-        return result if mean is None else mean(result, *args, **(kwargs or {}))
+        result, fixed = function(*args, **(kwargs or {})), _FIXED.get(function.overloadpacket)
+        return result if fixed is None else fixed(result, *args, **(kwargs or {}))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from onward.agreement.steps import without_dropout
+from onward.agreement.steps import with_fixed_draws, without_dropout
 from onward.analysis.blocks import cut_into_parts
 from onward.engines.torch.types import CODES, from_array, to_array
 from onward.frameworks.torch.module_capture import ALSO, COUNTER, KIND, LEARNS, PERSISTENT
@@ -373,8 +373,10 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         return dict(zip(self._graph.inputs, [inputs] if isinstance(inputs, torch.Tensor) else inputs, strict=True))
 
     def leave_out_dropout(self) -> None:
-        """Disable dropout in training."""
-        self._change_programs(lambda program: dataclasses.replace(program, model=without_dropout(program.model)))
+        """Disable dropout in training, and randomness."""
+        self._change_programs(
+            lambda program: dataclasses.replace(program, model=without_dropout(with_fixed_draws(program.model)))
+        )
 
     def sync_batch_norm(self, together: bool = True) -> None:
         """Let BatchNorm in training use the batches of all processes, or only its own.

@@ -20,14 +20,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
 
 from onward.agreement.inputs import example_inputs
-from onward.agreement.steps import StepResult, compare_steps, epsilon_in, types_in, without_dropout
+from onward.agreement.steps import StepResult, compare_steps, epsilon_in, types_in, with_fixed_draws, without_dropout
 from onward.agreement.tolerance import Sides, Tolerance
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.program.trial import step_trial, try_out
 from onward.frameworks.torch.arguments import Flat, hollow_copy, named_tensors, tensors_of
-from onward.frameworks.torch.draws import MeanDraws
+from onward.frameworks.torch.draws import FixedDraws
 from onward.frameworks.torch.exporter import fault_of_example
 from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands, takes_all
 from onward.frameworks.torch.module import LIVE, OnnxModule
@@ -97,7 +97,7 @@ class NativeRun:
 
 def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: int = 3) -> None:
     """Compare steps of a run, which is changed, with its training model. Targets may be generated."""
-    model = to_training_model(dataclasses.replace(run, model=without_dropout(run.model)))
+    model = to_training_model(dataclasses.replace(run, model=without_dropout(with_fixed_draws(run.model))))
     terms = describe(model).steps[0].loss.terms
     for layer in native.module.modules():
         # Attention and other layers have dropout inside; stochastic depth holds nothing.
@@ -108,7 +108,7 @@ def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: i
     is_live = isinstance(native.module, OnnxModule) and isinstance(example_inputs, Mapping)
     flat = _OwnNames(native.module, example_inputs) if is_live else Flat(native.module, example_inputs)
     prober = _Prober(native, run.step, flat, terms)
-    with torch.random.fork_rng(), NothingDropped(), MeanDraws(), warnings.catch_warnings():
+    with torch.random.fork_rng(), NothingDropped(), FixedDraws(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a copy of a scheduler does not know that its optimizer steps before it
         batches = [prober.batch(model)] * steps
         compare_steps(model, batches, prober.step, framework="PyTorch", engine="torch")
