@@ -62,6 +62,8 @@ TORCH: list[tuple[str, dict[str, Any], Callable[..., Any]]] = [
     ("cosine_restarts", {"period": 1, "mult": 3}, lambda s, o: s.CosineAnnealingWarmRestarts(o, 1, 3)),
     ("inverse_sqrt", {"timescale": 10}, lambda s, o: s.LambdaLR(o, lambda t: (1 + t / 10) ** -0.5)),
     ("warmup", {"steps": 30, "start_factor": 0.1}, lambda s, o: s.LinearLR(o, 0.1, 1.0, 30)),
+    ("table", {"factors": [1, 0.5, 2]}, lambda s, o: s.LambdaLR(o, lambda t: [1, 0.5, 2][min(t, 2)])),
+    ("table", {"factors": [1, 2, 1.5], "after": "repeat"}, lambda s, o: s.LambdaLR(o, lambda t: [1, 2, 1.5][t % 3])),
 ]
 
 

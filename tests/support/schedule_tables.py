@@ -30,7 +30,15 @@ def rates(*parts: tuple[Any, ...], steps: int = STEPS) -> np.ndarray:
     return np.array([graph(np.int64(step)) for step in range(steps)])
 
 
-REQUIRED = {"steps": 40, "size": 5, "period": 9, "gamma": 0.9, "milestones": [3, 9], "timescale": 10}
+REQUIRED = {
+    "factors": [1.0, 0.5, 0.75, 0.1],
+    "steps": 40,
+    "size": 5,
+    "period": 9,
+    "gamma": 0.9,
+    "milestones": [3, 9],
+    "timescale": 10,
+}
 
 
 def options_of(name: str) -> dict[str, Any]:

@@ -206,13 +206,18 @@ def matching(
 ) -> list[str]:
     """Return the names that match any of the patterns (`*` and `?`, or a role), in order."""
     patterns = list(patterns)
-    return [name for name in names if any(_matches(name, pattern, roles) for pattern in patterns)]
+    exact = {pattern for pattern in patterns if pattern not in roles}
+    others = [pattern for pattern in patterns if pattern in roles or not _WILDCARDS.isdisjoint(pattern)]
+    return [name for name in names if name in exact or any(_matches(name, pattern, roles) for pattern in others)]
+
+
+_WILDCARDS = frozenset("*?[")
 
 
 def _matches(name: str, pattern: str, roles: Mapping[str, Collection[str]]) -> bool:
     if pattern in roles:
         return name in roles[pattern]
-    return name == pattern or fnmatchcase(name, pattern)  # a name may hold what means something in a pattern
+    return fnmatchcase(name, pattern)
 
 
 def _matters(node: ir.Node, index: int) -> bool:

@@ -269,6 +269,8 @@ MADE = {
             "cosine_restarts:period=7.5,mult=1.5",
             "inverse_sqrt:timescale=10",
             "inverse_sqrt:warmup=12",
+            "table:factors=[1,0.5,0.2]",
+            "table:factors=[1,0.5,0.2],after=repeat",
             "exponential:gamma=0.97,every=4,until=20 cosine:steps=25,min=0.01",
             "constant:until=10 cosine:steps=30",
         ),

@@ -40,6 +40,7 @@ from onward.frameworks.torch.schedule import read_schedule
 from onward.frameworks.torch.traced.optimizer_state import copy_optimizer
 from onward.model import Model
 from onward.model.core import values
+from onward.model.walk import is_random
 from onward.recipe import objective
 from onward.recipe.losses import LOSSES
 from onward.recipe.trainable import gradient_edges
@@ -119,12 +120,14 @@ def from_torch(
             raise
         warn(f"{error.message}: the training model takes the sizes of the example")
         run = _read(native, example_inputs, {}, updates)
-    if probe:
-        probe_native(native, run, example_inputs)
     around = _Around.of(accumulate, ema, scaler, run.parameters)
-    return to_training_model(
+    training = to_training_model(
         dataclasses.replace(run, recipe={**run.recipe, **around.recipe}, state={**run.state, **around.state})
     )
+    if probe:
+        draws = any(node.op_type == "Dropout" or is_random(node) for node in run.model.graph.all_nodes())
+        probe_native(native, run, example_inputs, training=None if around.recipe or draws else training)
+    return training
 
 
 def _configured(module: Any, updates_per_epoch: int | None) -> tuple[Any, Any, int]:

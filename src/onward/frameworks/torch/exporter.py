@@ -67,7 +67,9 @@ def explain(error: Exception, subject: str = "the module") -> UnsupportedError:
         return UnsupportedError(
             f"{subject} calls {unwritten}, which is not carried over", hint="compute it by other operations"
         )
-    if raised := next((cause for cause in causes if _is_users(traceback.extract_tb(cause.__traceback__)[-1].filename)), None):
+    if raised := next(
+        (cause for cause in causes if _is_users(traceback.extract_tb(cause.__traceback__)[-1].filename)), None
+    ):
         return UnsupportedError(
             f"{subject} fails while it is traced, where sizes are symbols: {first_line(raised)}{where}",
             hint="fix all sizes: `dynamic_shapes={}`; and let no Python code depend on values of tensors",

@@ -95,9 +95,16 @@ class NativeRun:
     """Updates per step of the scheduler."""
 
 
-def probe_native(native: NativeRun, run: RunState, example_inputs: Any, steps: int = 3) -> None:
-    """Compare steps of a run, which is changed, with its training model. Targets may be generated."""
-    model = to_training_model(dataclasses.replace(run, model=without_dropout(with_fixed_draws(run.model))))
+def probe_native(
+    native: NativeRun, run: RunState, example_inputs: Any, steps: int = 3, training: Model | None = None
+) -> None:
+    """Compare steps of a run, which is changed, with its training model without dropout.
+
+    Targets may be generated.
+    """
+    model = training or to_training_model(
+        dataclasses.replace(run, model=without_dropout(with_fixed_draws(run.model)))
+    )
     terms = describe(model).steps[0].loss.terms
     for layer in native.module.modules():
         # Attention and other layers have dropout inside; stochastic depth holds nothing.
