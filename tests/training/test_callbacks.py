@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from runs import QUIET, RECIPE, state
 
@@ -129,3 +130,14 @@ def test_statistics_are_optional() -> None:
     without = onward.train("digits.onnx", "digits.npz", run="other", statistics=False, **SETTINGS)
     assert with_them - {event["event"] for event in without.log} == {"gradients", "weights"}
     assert_same("run", "other")
+
+
+def test_a_run_without_gradients_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saturated = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
+        g (float[N, 2] x) => (float[N, 1] y) <float[2, 1] w = {900.0, 900.0}> { z = MatMul(x, w) y = Sigmoid(z) }""")
+    for name, scale in {"saturated": 1, "alive": 1e-3}.items():
+        data = {"x": np.full((4, 2), scale, np.float32), "target": np.zeros((4, 1), np.float32)}
+        run = onward.train(saturated, data, loss="bce", epochs=2, run=tmp_path / name)
+        notes = [event["text"] for event in run.read_log() if event["event"] == "note"]
+        said = [note for note in notes if note.startswith("all gradients of step 1 are 0")]
+        assert len(said) == (name == "saturated") == capsys.readouterr().err.count("all gradients of step 1")

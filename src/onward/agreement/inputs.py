@@ -30,7 +30,7 @@ GIVE = "pass inputs for which the model runs: `inputs={...}`, or `--inputs input
 _SIZES = (2, 8, 32, 1, 256)
 """Sizes to try for dynamic dimensions: some models need large ones, others fail with them."""
 _LARGEST_BATCH = 32
-"""Size up to which batches are tried."""
+"""Size up to which batches are tried; some models take only one sample."""
 
 
 def generator(seed: int) -> np.random.Generator:
@@ -111,7 +111,7 @@ def _shape(value: ir.Value, sizes: Mapping[str, int], otherwise: int) -> tuple[i
         type_ = port(value).type
         hint = f"{GIVE}; or {declare_hint(value.name or '')}" if value.shape is None else GIVE
         raise UnsupportedError(f"cannot draw a random value for `{value.name}` ({type_} of unknown shape)", hint=hint)
-    usual = [2 if axis == 0 and otherwise > _LARGEST_BATCH else otherwise for axis in range(len(value.shape))]
+    usual = [1 if axis == 0 and otherwise > _LARGEST_BATCH else otherwise for axis in range(len(value.shape))]
     return tuple(
         d if isinstance(d, int) else sizes.get(d.value or "", size) for d, size in zip(value.shape, usual, strict=True)
     )

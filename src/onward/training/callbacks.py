@@ -169,13 +169,18 @@ class StatisticsCallback(Callback):
     """Logs gradient norms once per epoch or 500 steps, and weight histograms once per epoch."""
 
     def __init__(self, board: EventWriter | None):
-        self._board = board
+        self._board, self._has_warned = board, False
 
     def step(self, status: Status) -> None:
         if status.place.batch == 1 or status.step % _GRADIENTS_EVERY == 0:
             gradients = status.engine.gradients(status.batches[0])
             norms = {name: float(np.linalg.norm(g.astype(np.float64))) for name, g in gradients.items()}
             status.log("gradients", step=status.step, norms=norms)
+            if norms and not any(norms.values()) and not self._has_warned:
+                self._has_warned = True
+                text = f"all gradients of step {status.step} are 0, as behind a Sigmoid that saturates"
+                status.say(text)
+                status.log("note", step=status.step, text=text)
 
     def epoch(self, status: Status) -> None:
         parameters = {state.name for state in status.engine.states() if state.role == "parameter"}
