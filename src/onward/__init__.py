@@ -46,7 +46,9 @@ if TYPE_CHECKING:  # `_NAMES` for type checkers; a test compares the two
     from onward.model.sharding import Sharding as Sharding
     from onward.options import TrainConfig as TrainConfig
     from onward.planning import plan as plan
-    from onward.recipe import Recipe as Recipe, lora as lora, prepare as prepare, replace_head as replace_head
+    from onward.recipe import lora as lora
+    from onward.recipe.head import replace_head as replace_head
+    from onward.recipe.prepare import Recipe as Recipe, prepare as prepare
     from onward.training.api import find_lr as find_lr, resume as resume, train as train
     from onward.training.callbacks import Callback as Callback
     from onward.training.cross_validation import CrossValidation as CrossValidation, cross_validate as cross_validate
@@ -84,7 +86,9 @@ _NAMES = {
     "model.sharding": ("Sharding",),
     "options": ("TrainConfig",),
     "planning": ("plan",),
-    "recipe": ("Recipe", "lora", "prepare", "replace_head"),
+    "recipe": ("lora",),
+    "recipe.head": ("replace_head",),
+    "recipe.prepare": ("Recipe", "prepare"),
     "training.api": ("find_lr", "resume", "train"),
     "training.callbacks": ("Callback",),
     "training.cross_validation": ("CrossValidation", "cross_validate"),
@@ -112,6 +116,8 @@ if not TYPE_CHECKING:  # which know the names above, and no others
         home = _HOME[name]
         try:
             module = importlib.import_module(f"onward.{home or name}")
+            if home and not hasattr(module, name):
+                importlib.import_module(f"onward.{home}.{name}")  # a module of a package
         except ModuleNotFoundError as error:
             raise _missing(name, error) from error
         value = globals()[name] = getattr(module, name) if home else module

@@ -11,7 +11,7 @@ import pytest
 from onward.lowering import lower
 from onward.lowering.optimize import inline_typed_calls
 from onward.model import Model, load
-from onward.recipe import prepare
+from onward.recipe.prepare import prepare
 from onward.transform.context import Context
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "local": 1]>'

@@ -56,7 +56,6 @@ def describe(
     state, and training progress. The file may also be a checkpoint of PyTorch, Lightning or Hugging
     Face, as a file or folder. Nothing in it is executed.
     """
-    from onward.checkpoint.formats import is_checkpoint
     from onward.inspect import describe as summarize
     from onward.inspect import draw, render, render_parameters
     from onward.model import load
@@ -65,10 +64,12 @@ def describe(
     if unsafe:
         _show_code(model, as_json)
         return
-    if is_checkpoint(model):
-        _show_checkpoint(model, params, as_json)
-        return
+    if model.suffix != ".onnx" or model.is_dir():
+        from onward.checkpoint.formats import is_checkpoint  # takes longer than the rest of this command
 
+        if is_checkpoint(model):
+            _show_checkpoint(model, params, as_json)
+            return
     if blocks:
         _show_blocks(model, as_json)
         return

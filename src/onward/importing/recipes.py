@@ -19,8 +19,8 @@ from onward.inspect import describe
 from onward.inspect.formatting import quantity
 from onward.model import Model
 from onward.options import MissingOptions
-from onward.recipe import prepare
 from onward.recipe.objective import terms
+from onward.recipe.prepare import prepare
 from onward.recipe.update import parse_clip
 from onward.run_state.state import COUNT, MASTER, ParameterGroup, RunState
 from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, convert_dtype, count_of

@@ -409,7 +409,7 @@ class _Pair:
         return (next(inputs_of_type(model, {}, seed)) for seed in range(1, _BATCHES + 1))
 
     def set_alike(self, matches: Mapping[int, int], scale: float = 1.0) -> None:
-        """Give matched weights the same numbers, of their own; and all others those of their shape."""
+        """Give matched weights numbers by match, and all others numbers by shape."""
         own = [{i: i + 1 for i in matches}, {j: i + 1 for i, j in matches.items()}]
         for side, keys in zip((self.a, self.b), own, strict=True):
             for i, piece in enumerate(side.pieces):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
@@ -41,7 +41,6 @@ from onward.model.storage import is_external
 from onward.model.walk import ancestors, read_by
 from onward.recipe.exporter_notes import folding_remarks
 from onward.recipe.optimizers.clip import clip_to_value, scale_to_norm, scale_to_norm_optax
-from onward.recipe.preprocessing.augment import notes_on_moves
 from onward.recipe.schedules import SCHEDULES
 from onward.recipe.spec import Spec
 from onward.run_state.reading import (
@@ -88,7 +87,7 @@ def describe(model: Source) -> Summary:
             remarks=(
                 *folding_remarks(model),
                 *exporter_remarks(opened, judged),
-                *(note for step in model.steps for note in notes_on_moves(step)),
+                *_notes_on_augmentation(model),
             ),
             quantization=_quantization(model),
             weights=grouped,
@@ -117,6 +116,13 @@ def _file(model: Model) -> File:
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
+
+
+def _notes_on_augmentation(model: Model) -> Iterator[str]:
+    if model.steps:
+        from onward.recipe.preprocessing.augment import notes_on_moves  # an inference model needs none of it
+
+        yield from (note for step in model.steps for note in notes_on_moves(step))
 
 
 def describe_step(model: Model, index: int, weights: Iterable[Weight]) -> Training:

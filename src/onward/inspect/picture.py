@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from html import escape  # not that of xml.sax, which imports http and ssl
 from itertools import accumulate, pairwise
-from xml.sax.saxutils import escape
 
 from rich.cells import cell_len
 
@@ -99,7 +99,7 @@ def write_svg(picture: Picture, name: str) -> str:
     blocks = [_block(block, center) for block, center in zip(picture.blocks, layout.centers, strict=True)]
     elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {look} {view}>{_title([name])}',
-        f'<style>{escape(style)}</style><rect class="paper" width="100%" height="100%"/>{_ARROW}',
+        f'<style>{escape(style, quote=False)}</style><rect class="paper" width="100%" height="100%"/>{_ARROW}',
         _text(heading, _MARGIN, _MARGIN + 12, "name"),
         _group(_MARGIN, _MARGIN + _HEADER - 8, legend),
         _group((width - layout.width) / 2, top, [*edges, *blocks]),
@@ -183,11 +183,11 @@ def _group(x: float, y: float, content: Iterable[str]) -> str:
 
 
 def _title(lines: Iterable[str]) -> str:
-    return f"<title>{escape(chr(10).join(map(clean, lines)))}</title>"
+    return f"<title>{escape(chr(10).join(map(clean, lines)), quote=False)}</title>"
 
 
 def _text(text: str, x: float, y: float, style: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}">{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{style}">{escape(text, quote=False)}</text>'
 
 
 # ---- layout ----------------------------------------------------------------------------------------------------------

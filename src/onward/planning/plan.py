@@ -19,7 +19,7 @@ from onward.model.storage import write_file
 from onward.options import PlanOptions, RecipeOptions, options_of, with_options
 from onward.planning.strategies import OTHER_NAMES, STRATEGIES, Estimate, Estimator, Machines, degrees
 from onward.planning.workload import Workload, dims_of
-from onward.recipe import prepare
+from onward.recipe.prepare import prepare
 from onward.transform import declare
 
 

@@ -18,10 +18,10 @@ from onward.model.core import string, values
 from onward.model.serde import stamp
 from onward.model.state import PARAMETER_KEY, SLOT_KEY, STEP, states, with_tags
 from onward.model.walk import source_of
-from onward.recipe import prepare
 from onward.recipe.objective import terms, with_output
 from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
+from onward.recipe.prepare import prepare
 from onward.recipe.spec import Spec
 from onward.rules.quantization import rounds, rounds_only_in_pairs
 from onward.run_state.completeness import differences

@@ -29,9 +29,10 @@ from onward.options import (
     redeclare,
     with_options,
 )
-from onward.recipe import Recipe, quantize
+from onward.recipe import quantize
 from onward.recipe.exporter_notes import folding_remarks
 from onward.recipe.metrics import chosen_metrics, measures_of
+from onward.recipe.prepare import Recipe
 from onward.recipe.preprocessing.join import with_preprocessing
 from onward.recipe.schedules import EXAMPLE_LENGTH
 from onward.run_state.reading import blame_model, last_update, rate_now, read_training

@@ -31,7 +31,7 @@ from onward.options import (
     former_names,
     options_of,
 )
-from onward.recipe import Recipe
+from onward.recipe.prepare import Recipe
 from onward.recipe.spec import Spec
 
 Natural = Annotated[int, Range(least=0, most=2**53)]

@@ -14,7 +14,7 @@ from onward.errors import DataError, UnsupportedError
 from onward.model import load
 from onward.model.storage import write_file
 from onward.options import Data, TrainConfig, with_options
-from onward.recipe import Recipe
+from onward.recipe.prepare import Recipe
 from onward.training.api import CrossValidationArguments, new_folder, resume, train
 from onward.training.callbacks import Callback
 from onward.training.config import Config, read_settings, refuse_placeholders, settings_from, write_settings

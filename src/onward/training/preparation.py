@@ -20,12 +20,13 @@ from onward.inspect.parameters import exporter_remarks, verdicts
 from onward.inspect.summary import port
 from onward.model import Model
 from onward.model.state import states
-from onward.recipe import prepare, replace_head
+from onward.recipe.head import replace_head
 from onward.recipe.interface import batch_axes, with_samples_first
 from onward.recipe.losses import LOSSES
 from onward.recipe.losses.definitions import LENGTHS
 from onward.recipe.metrics import Labels, labels_of, objectives
 from onward.recipe.objective import with_option
+from onward.recipe.prepare import prepare
 from onward.recipe.preprocessing.augment import notes_on_moves, shared_axes
 from onward.recipe.preprocessing.join import open_preprocessing
 from onward.recipe.preprocessing.pipeline import TEXT_INPUT, Pipeline, Raw, form_of, pipelines

@@ -28,7 +28,7 @@ from onward.frameworks.tensorflow.program import is_training_module, restore, re
 from onward.frameworks.tensorflow.running_averages import keep_averages
 from onward.model import Model
 from onward.options import Variance
-from onward.recipe import Recipe, prepare
+from onward.recipe.prepare import Recipe, prepare
 from onward.run_state.state import RunState
 from onward.run_state.training_models import to_training_model
 from onward.transform.training import remove_unused
