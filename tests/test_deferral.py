@@ -55,3 +55,14 @@ def test_dimensions_compute_whatever_was_imported_first(first: str) -> None:
 
 def test_a_submodule_of_sympy_can_be_imported_first() -> None:
     run(f"import onward, onnx_ir, sys\nfrom sympy.core import Expr\nassert 'sympy.core' in sys.modules\n{ARITHMETIC}")
+
+
+def test_describing_a_model_needs_little() -> None:
+    run(
+        "import onward, sys\nimport onnx_ir as ir\n"
+        "text = '<ir_version: 10, opset_import: [\"\": 20]> g (float[2] x) => (float[2] y) { y = Relu(x) }'\n"
+        "graph = ir.from_onnx_text(text)\n"
+        "onward.describe(ir.to_proto(graph))\n"
+        "late = {'onnxruntime', 'ssl', 'onward.checkpoint', 'onward.differentiate', 'onward.recipe.prepare'}\n"
+        "assert not late & {*sys.modules}, late & {*sys.modules}"
+    )

@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -75,7 +76,10 @@ class Command(TyperCommand):
     """Former flags -> current flags. They work until the next release."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        flags = [argument.partition("=") for argument in args]
+        reads = [
+            argument if flag in ("-o", "--output") else _local(argument) for flag, argument in pairwise(["", *args])
+        ]
+        flags = [argument.partition("=") for argument in reads]
         try:
             return super().parse_args(
                 ctx, [f"{self.formerly.get(flag, flag)}{equals}{value}" for flag, equals, value in flags]
@@ -86,6 +90,16 @@ class Command(TyperCommand):
 
     def get_help(self, ctx: Any) -> str:
         return help_text(self, ctx)
+
+
+def _local(argument: str) -> str:
+    """Return an argument with a path on this machine in place of a URL: `hf://org/model/model.onnx`."""
+    if "://" not in argument:
+        return argument
+    from onward.model.storage.remote import fetched
+
+    flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    return argument if flag == "--output" else f"{flag}{equals}{fetched(value)}"
 
 
 app = typer.Typer(

@@ -10,7 +10,7 @@ from onward.cli import options
 from onward.cli.app import BUILD, Misuse, command
 from onward.cli.console import print_fields, print_json, remark
 from onward.cli.options import argument, example_in, option, options_from, select_given
-from onward.cli.output_files import Where, refuse_to_overwrite, target, working, writing
+from onward.cli.output_files import Where, beside, refuse_to_overwrite, target, working, writing
 from onward.errors import InvalidModelError, UnsupportedError, WriteError, suggest
 from onward.options import MISSING, MissingOptions
 
@@ -215,7 +215,7 @@ def _program(source: Path, framework: Framework, output: Path | None, force: boo
     from onward.frameworks.run_files import ENDINGS, write, written_paths
 
     ending = ENDINGS[framework]
-    path = output or source.with_name(f"{source.name.removesuffix('.onnx')}{ending or f'-{framework}'}")
+    path = output or beside(source, f"{source.name.removesuffix('.onnx')}{ending or f'-{framework}'}")
     if ending and path.suffix == ".py" and program_beside(path.with_suffix(ending)) == path:
         path = path.with_suffix(ending)  # named by its program
     if ending and path.suffix != ending:
@@ -240,7 +240,7 @@ def _checkpoint(
 
     stem = source.name if source.is_dir() else source.stem
     format = writable()[to]
-    path = output or source.with_name(f"{stem}{format.ending or f'-{to}'}")
+    path = output or beside(source, f"{stem}{format.ending or f'-{to}'}")
     if format.ending and not path.suffix:
         example = path.with_suffix(format.ending)
         raise Misuse(f"a file of {to} needs a suffix, and `{path}` has none", f"write to `{example}`, for example")

@@ -79,7 +79,7 @@ def _size(file: Path) -> str:
 def target(source: Path, output: Path | None, ending: str, *, data: Where = "auto", force: bool = False) -> OutputFile:
     """Return the output file: `output`, a file in it, or `model-ending.onnx` beside the source."""
     name = f"{source.name.removesuffix('.onnx')}-{ending}.onnx"
-    path = source.parent / name if output is None else output / name if output.is_dir() else output
+    path = beside(source, name) if output is None else output / name if output.is_dir() else output
     if path.suffix in _OTHERS:
         hint = f"write to `{path.with_suffix('.onnx')}`; `onward convert` writes files of frameworks"
         raise Misuse(f"cannot write an ONNX model to `{path}`: its suffix is `{path.suffix}`", hint)
@@ -90,6 +90,13 @@ def target(source: Path, output: Path | None, ending: str, *, data: Where = "aut
     if not os.access(path.parent, os.W_OK):
         raise WriteError(f"cannot write to the folder `{path.parent}`", hint="write elsewhere: `-o FILE`")
     return OutputFile(source, path, data)
+
+
+def beside(source: Path, name: str) -> Path:
+    """Return the path of a new file beside a source; for a copy of a remote file, in the current folder."""
+    from onward.model.storage.remote import is_copy
+
+    return Path(name) if is_copy(source) else source.with_name(name)
 
 
 def refuse_to_overwrite(path: Path, source: Path | None = None) -> None:

@@ -23,6 +23,7 @@ from onward.model.checks import callees_first, check_tensors
 from onward.model.core import Model, Step
 from onward.model.protos import all_nodes, replace_entries
 from onward.model.storage.files import SENSELESS, blame_file, is_plain_name
+from onward.model.storage.remote import fetched
 from onward.model.walk import graphs_in
 from onward.standard import KERNELS, domain_of
 
@@ -54,7 +55,7 @@ def load(model: Source) -> Model:
         return _from_nowhere(proto)
     if isinstance(model, bytes | bytearray | memoryview):
         return _from_nowhere(storage.parse_proto(bytes(model)))
-    path = _file_of(Path(model))
+    path = _file_of(Path(fetched(model)))
     opened = storage.open_model(path)
     model = from_proto(opened.proto)
     _refuse_native_kernels(opened.proto)

@@ -32,6 +32,7 @@ from onward.checkpoint.pytorch.contents import is_harmless
 from onward.checkpoint.pytorch.pickle_reader import Named, note_names
 from onward.errors import Error, InvalidModelError, UnsupportedError, default_hint
 from onward.model import Model, load
+from onward.model.storage.remote import fetched
 
 FORMATS: tuple[Format, ...] = (
     raytrain.FORMAT,
@@ -76,7 +77,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Tensors stay on disk until their elements are read.
     """
-    location = Path(path)
+    location = Path(fetched(path))
     if not location.exists() and (index := location.with_name(f"{location.name}.index")).is_file():
         location = index  # TensorFlow names a checkpoint by the prefix of its files
     if (format := format_of(location)) is not None:

@@ -18,6 +18,7 @@ from onward.errors import ArgumentError, Error, ExternalDataError, InvalidModelE
 from onward.model.storage.checksums import CHECKSUMS
 from onward.model.storage.external import check_external, data_files, remove_metadata
 from onward.model.storage.files import PAGE, NotRegularError, PathLike, listing, reason, regular
+from onward.model.storage.remote import fetched
 from onward.model.storage.tensor_sites import HeldFile, hold_open
 
 _ATTEMPTS = 100
@@ -36,6 +37,7 @@ def open_model(path: PathLike) -> Opened:
     A save renames the new model file over the old one, and removes old data files last. So if data
     of a parsed model are missing, the new model is read.
     """
+    path = fetched(path)
     for attempt in range(_ATTEMPTS):
         before = _identity(path)
         proto, folder = read_proto(path), folder_of(path)
@@ -68,14 +70,14 @@ OUTSIDE_HINT = "store its tensors beside it, as external data"
 
 def folder_of(path: PathLike) -> Path:
     """Return the folder for external data: that of the file, not of a link to it."""
-    return Path(os.path.realpath(path)).parent
+    return Path(os.path.realpath(fetched(path))).parent
 
 
 def read_proto(path: PathLike) -> ModelProto:
     """Parse a model file. External data is neither read nor checked."""
     if not isinstance(path, str | os.PathLike) or path == "":
         raise no_model(path)
-    name, path = f"`{os.fspath(path)}`", Path(path)
+    name, path = f"`{os.fspath(path)}`", Path(fetched(path))
     try:
         regular(path)
         with path.open("rb") as file:
