@@ -89,10 +89,12 @@ class TrialRun:
         model = self._model
         metrics = [v for metric in model.metrics for v in metric.variables]
         self._before = [(v, array_of(v)) for v in {id(v): v for v in (*model.variables, *metrics)}.values()]
-        self._optimizer, self._eagerly = model.optimizer, model.run_eagerly
+        self._optimizer, self._settings = model.optimizer, (model.run_eagerly, model.jit_compile)
         model.optimizer = copy_optimizer(model.optimizer, [(v, v) for v in model.variables])
         self._gradients = _watch_gradients(model.optimizer)
-        model.run_eagerly, model.train_function = True, None
+        # As graphs, TensorFlow's loops over time are many times as fast. A compiler would take longer than the steps.
+        is_eager = model.run_eagerly or keras.backend.backend() != "tensorflow"
+        model.run_eagerly, model.jit_compile, model.train_function = is_eager, False, None
         self._nothing_drawn = nothing_drawn()
         self._nothing_drawn.__enter__()
         return self
@@ -100,7 +102,8 @@ class TrialRun:
     def __exit__(self, *error: Any) -> None:
         self._nothing_drawn.__exit__(*error)
         model = self._model
-        model.optimizer, model.run_eagerly, model.train_function = self._optimizer, self._eagerly, None
+        model.optimizer, model.train_function = self._optimizer, None
+        model.run_eagerly, model.jit_compile = self._settings
         for variable, array in self._before:
             variable.assign(array)
 
@@ -116,7 +119,7 @@ class TrialRun:
         weights = dict(zip(self._names, map(array_of, model.variables), strict=True))
         named = dict(zip(map(id, model.variables), self._names, strict=True))
         trained = [named[id(v)] for v in model.optimizer._trainable_variables]
-        gradients = dict(zip(trained, self._gradients, strict=True)) if self._gradients else {}
+        gradients = dict(zip(trained, map(np.array, self._gradients), strict=True)) if self._gradients else {}
         return StepResult(float(losses[0]), gradients, weights)
 
 
@@ -142,20 +145,37 @@ def nothing_drawn() -> contextlib.AbstractContextManager[None]:
     return drawing(lambda _, operator, shape, dtype, *__: keras.ops.full(shape, means[operator], dtype))
 
 
-def _watch_gradients(optimizer: Any) -> list[np.ndarray]:
+def _watch_gradients(optimizer: Any) -> list[Any]:
     """Return a list that `optimizer.apply` fills with the gradients of each step, made dense."""
     apply = optimizer.apply
-    last: list[np.ndarray] = []
+    last: list[Any] = []
 
     def watched(grads: Any, trainable_variables: Any = None) -> None:
-        shapes = [v.shape for v in trainable_variables or optimizer._trainable_variables]
-        last[:] = [  # None: the loss does not depend on the variable
-            np.zeros(shape, np.float32) if g is None else keras.ops.convert_to_numpy(g)
-            for g, shape in zip(grads, shapes, strict=True)
-        ]
+        variables = trainable_variables or optimizer._trainable_variables
         # On TensorFlow, an Embedding has sparse gradients in which rows repeat; the dense form sums them.
-        dense = [array if hasattr(g, "dense_shape") else g for g, array in zip(grads, last, strict=True)]
+        dense = [keras.ops.convert_to_tensor(g) if hasattr(g, "dense_shape") else g for g in grads]
+        known = [(i, g) for i, g in enumerate(dense) if g is not None]  # None: the loss does not depend on the variable
+        if _builds_graph():
+            import tensorflow as tf
+
+            with tf.init_scope():
+                last[:] = last or [tf.Variable(np.zeros(v.shape, np.float32)) for v in variables]
+            for i, g in known:
+                last[i].assign(g)
+        else:
+            last[:] = [np.zeros(v.shape, np.float32) for v in variables]
+            for i, g in known:
+                last[i] = keras.ops.convert_to_numpy(g)
         apply(dense, trainable_variables)
 
     optimizer.apply = watched
     return last
+
+
+def _builds_graph() -> bool:
+    """True if TensorFlow builds a graph."""
+    if keras.backend.backend() != "tensorflow":
+        return False
+    import tensorflow as tf
+
+    return not tf.executing_eagerly()

@@ -252,6 +252,10 @@ def _other(op: Builder, function: Any, handle: Any) -> ir.Value:
     return value
 
 
+_LOGITS = "_keras_logits"
+"""Attribute of the result of a softmax or sigmoid: losses compute with it."""
+
+
 @contextlib.contextmanager
 def _layers_as_functions(calls: dict[str, Any], weight: Weight, training: bool) -> Iterator[None]:
     """Trace the calls of layers with a row as separate functions; fill `calls` with the rows."""
@@ -273,11 +277,15 @@ def _layers_as_functions(calls: dict[str, Any], weight: Weight, training: bool) 
 
         def body(*values: Any) -> Any:
             inner_args, inner_named = refilled(iter(values))
-            return plainly(layer, *inner_args, **inner_named)
+            result = plainly(layer, *inner_args, **inner_named)
+            return result, getattr(result, _LOGITS, None)
 
         body.__name__ = f"row{len(calls)}of"
         calls[body.__name__] = functools.partial(_by_row, layer, refilled, len(tensors), weight, is_frozen)
-        return tf.function(body, autograph=False)(*tensors)
+        result, logits = tf.function(body, autograph=False)(*tensors)
+        if logits is not None:
+            setattr(result, _LOGITS, logits)
+        return result
 
     loop = keras.src.backend.rnn
 
@@ -311,9 +319,13 @@ def _by_row(
     args, named = refilled(iter(tensors))
     args = [x for x in args if not isinstance(x, bool)]
     try:
-        return call_row(Call(op.scoped(layer.name), layer, tuple(shapes[0]), weight, is_frozen), args, named, shapes)
+        results = call_row(Call(op.scoped(layer.name), layer, tuple(shapes[0]), weight, is_frozen), args, named, shapes)
     except Refused:
         return None
+    if len(results) == len(shapes):
+        return results
+    logits = results[0].logits
+    return None if logits is None else [results[0], logits]
 
 
 def _rows(op: Builder, x: LayerTensor | Expr) -> str:
@@ -337,7 +349,7 @@ def call_row(c: Call, args: Sequence[Any], named: dict[str, Any], shapes: Sequen
     results = results if isinstance(results, list) else [results]
     return [
         x if isinstance(x, LayerTensor) else LayerTensor(shape, plain=x)
-        for x, shape in zip(results, shapes, strict=True)
+        for x, shape in zip(results, shapes, strict=False)  # the last of `shapes` may be that of the logits
     ]
 
 

@@ -102,9 +102,7 @@ def probe_native(
 
     Targets may be generated.
     """
-    model = training or to_training_model(
-        dataclasses.replace(run, model=without_dropout(with_fixed_draws(run.model)))
-    )
+    model = training or to_training_model(dataclasses.replace(run, model=without_dropout(with_fixed_draws(run.model))))
     terms = describe(model).steps[0].loss.terms
     for layer in native.module.modules():
         # Attention and other layers have dropout inside; stochastic depth holds nothing.
