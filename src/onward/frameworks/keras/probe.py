@@ -119,7 +119,9 @@ class TrialRun:
         weights = dict(zip(self._names, map(array_of, model.variables), strict=True))
         named = dict(zip(map(id, model.variables), self._names, strict=True))
         trained = [named[id(v)] for v in model.optimizer._trainable_variables]
-        gradients = dict(zip(trained, map(np.array, self._gradients), strict=True)) if self._gradients else {}
+        gradients = (
+            dict(zip(trained, map(keras.ops.convert_to_numpy, self._gradients), strict=True)) if self._gradients else {}
+        )
         return StepResult(float(losses[0]), gradients, weights)
 
 
@@ -151,31 +153,25 @@ def _watch_gradients(optimizer: Any) -> list[Any]:
     last: list[Any] = []
 
     def watched(grads: Any, trainable_variables: Any = None) -> None:
-        variables = trainable_variables or optimizer._trainable_variables
-        # On TensorFlow, an Embedding has sparse gradients in which rows repeat; the dense form sums them.
-        dense = [keras.ops.convert_to_tensor(g) if hasattr(g, "dense_shape") else g for g in grads]
-        known = [(i, g) for i, g in enumerate(dense) if g is not None]  # None: the loss does not depend on the variable
-        if _builds_graph():
+        variables, dense = trainable_variables or optimizer._trainable_variables, list(grads)
+        is_symbolic = False
+        if keras.backend.backend() == "tensorflow":
             import tensorflow as tf
 
+            # An Embedding has sparse gradients in which rows repeat; the dense form sums them.
+            dense = [None if g is None else tf.convert_to_tensor(g) for g in grads]
+            is_symbolic = not tf.executing_eagerly()
+        if is_symbolic:
             with tf.init_scope():
                 last[:] = last or [tf.Variable(np.zeros(v.shape, np.float32)) for v in variables]
-            for i, g in known:
-                last[i].assign(g)
         else:
             last[:] = [np.zeros(v.shape, np.float32) for v in variables]
-            for i, g in known:
+        for i, g in enumerate(dense):  # None: the loss does not depend on the variable
+            if g is not None and is_symbolic:
+                last[i].assign(g)
+            elif g is not None:
                 last[i] = keras.ops.convert_to_numpy(g)
         apply(dense, trainable_variables)
 
     optimizer.apply = watched
     return last
-
-
-def _builds_graph() -> bool:
-    """True if TensorFlow builds a graph."""
-    if keras.backend.backend() != "tensorflow":
-        return False
-    import tensorflow as tf
-
-    return not tf.executing_eagerly()

@@ -193,8 +193,13 @@ def band_part(op, x, below, above, *, node):
 def diagonal(op, x, *_, node):
     if any(node.number(i) != number for i, number in ((1, 0), (2, -1), (3, -1))[: len(node.operation.inputs) - 1]):
         raise RefusedOperation("it is not the main diagonal of a square")
-    size = node.size(0, -1)
-    return op.Where(np.eye(size, dtype=bool), op.Unsqueeze(x, [-1]), op.scalar(0, x))
+    size = node.shape(0)[-1]
+    if size is None:
+        places = op.Range(np.int64(0), op.Squeeze(op.Shape(x, start=-1)), np.int64(1))
+        is_diagonal = op.Equal(places, op.Unsqueeze(places, [-1]))
+    else:
+        is_diagonal = np.eye(size, dtype=bool)
+    return op.Where(is_diagonal, op.Unsqueeze(x, [-1]), op.scalar(0, x))
 
 
 @operators.define("Roll")
