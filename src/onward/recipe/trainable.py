@@ -206,18 +206,9 @@ def matching(
 ) -> list[str]:
     """Return the names that match any of the patterns (`*` and `?`, or a role), in order."""
     patterns = list(patterns)
-    exact = {pattern for pattern in patterns if pattern not in roles}
-    others = [pattern for pattern in patterns if pattern in roles or not _WILDCARDS.isdisjoint(pattern)]
-    return [name for name in names if name in exact or any(_matches(name, pattern, roles) for pattern in others)]
-
-
-_WILDCARDS = frozenset("*?[")
-
-
-def _matches(name: str, pattern: str, roles: Mapping[str, Collection[str]]) -> bool:
-    if pattern in roles:
-        return name in roles[pattern]
-    return fnmatchcase(name, pattern)
+    exact = {name for pattern in patterns for name in roles.get(pattern, [pattern])}
+    wild = [pattern for pattern in patterns if pattern not in roles and set("*?[") & set(pattern)]
+    return [name for name in names if name in exact or any(fnmatchcase(name, pattern) for pattern in wild)]
 
 
 def _matters(node: ir.Node, index: int) -> bool:
@@ -397,7 +388,7 @@ def _match(
         elif choice.role == "parameter":
             choice = Choice(choice.name, "frozen", "not named as trainable")
     if choice.role == "parameter" and matching(freeze, [choice.name], roles):
-        pattern = next(pattern for pattern in freeze if _matches(choice.name, pattern, roles))
+        pattern = next(pattern for pattern in freeze if matching([pattern], [choice.name], roles))
         return Choice(choice.name, "frozen", f"frozen by `{pattern}`")
     return choice
 

@@ -25,10 +25,11 @@ from onward.recipe.prepare import prepare
 from onward.recipe.spec import Spec
 from onward.rules.quantization import rounds, rounds_only_in_pairs
 from onward.run_state.completeness import differences
-from onward.run_state.reading import LossTerm, computing_node, read_training
+from onward.run_state.reading import LossTerm, base_name, computing_node, read_training
 from onward.run_state.state import RUN_ITSELF, ParameterGroup, RunState
 from onward.runtime.sessions import evaluate
 from onward.standard import IR_VERSION
+from onward.transform.merge import rename
 from onward.transform.quantized import RANGE_KEY
 from onward.transform.training import drop_unused_definitions, keep_only, without_steps
 
@@ -140,6 +141,19 @@ def only_step_of(model: Model, requested: int | None = None) -> int:
             hint="`onward.to_tensorflow(training, step=...)` keeps them; so does every engine: `onward.engines.start`",
         )
     return index
+
+
+def one_step_of(model: Model, index: int) -> tuple[Model, dict[str, str]]:
+    """Return a copy with only this step, and its names for state that has others in the model.
+
+    Weights that other steps change are frozen in the copy.
+    """
+    one = model.copy()
+    one.steps[:] = [one.steps[index]]
+    own = [state for state in states(one) if state.name in one.step().algorithm.initializers]
+    names = {s.name: f"{s.parameter}/{s.slot}" if s.parameter and s.slot else base_name(s.name) for s in own}
+    changed = {old: new for old, new in names.items() if old != new}
+    return rename(one, changed) if changed else one, {new: old for old, new in changed.items()}
 
 
 def refuse_rounding(model: Model, *, in_pairs: bool) -> None:

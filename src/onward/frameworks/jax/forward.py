@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,11 +29,11 @@ from onward.frameworks.run_files import TrainedResults
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
-from onward.model.state import STEP, carried_state, states
+from onward.model.state import STEP, states
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState
-from onward.run_state.training_models import from_training_model, step_of
+from onward.run_state.training_models import from_training_model, one_step_of, step_of
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 from onward.transform.training import keep_only
@@ -47,18 +47,28 @@ _RUN_ITSELF = 'run the training model itself: `onward.engines.start(model, engin
 KEYS = {"parameter": "params", "statistics": "statistics", "rng": "random"}
 
 
-class JaxTraining(NamedTuple):
-    """Training run in JAX. All functions are pure: use `jax.jit`, `jax.vmap` and `jax.grad` on them."""
+Step = Callable[[Tree, Arrays], tuple[Tree, dict[str, Any]]]
+Loss = Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]
 
-    step: Callable[[Tree, Arrays], tuple[Tree, dict[str, Any]]]
+
+class JaxTraining(NamedTuple):
+    """Training run in JAX. All functions are pure: use `jax.jit`, `jax.vmap` and `jax.grad` on them.
+
+    For a training model with several steps, `step`, `loss` and `tx` are dictionaries by the name of the step.
+    """
+
+    step: Step | dict[str, Step]
     """(state, batch) -> (new state, metrics)"""
     state: Tree
-    """`params`, `statistics`, `random` (the key of dropout), `opt_state`, `step`, and `ema` with averages."""
+    """`params`, `statistics`, `random` (the key of dropout), `opt_state`, `step`, and `ema` with averages.
+
+    With several steps, all but `params` and `statistics` are by the name of the step.
+    """
     apply: Callable[[Tree, Arrays], dict[str, Any]]
     """(state, inputs) -> outputs of the model, in inference mode"""
-    loss: Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]
+    loss: Loss | dict[str, Loss]
     """(params, state, batch) -> (loss, (metrics, changes of the state by the forward pass))"""
-    tx: optax.GradientTransformation
+    tx: optax.GradientTransformation | dict[str, optax.GradientTransformation]
     training: Callable[[Tree], Model]
     """state -> the training model that continues from it"""
 
@@ -81,40 +91,77 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
         outputs = apply(params, {"image": images})
 
     A training model becomes a `JaxTraining`. JAX computes the gradients. The optimizer is a chain of
-    optax if that computes the same, else a transformation of Onward. An inference model becomes a
+    optax if that computes the same, else a transformation of Onward. Several steps become functions
+    by name that share one state: `step["generator"](state, batch)`. An inference model becomes a
     `JaxModel`.
 
     - `training`: a training model, or an inference model
-    - `step`: index of the step, for a training model with several
+    - `step`: index of the only step to convert; weights of the others stay constant (default: all)
     - `probe`: compare a few updates of both sides, or the outputs of an inference model with those
       of ONNX Runtime (default: True)
     """
     model = load(training)
     if not model.steps and step is None:
         return _model(model, probe)
-    parts = TrainingParts(of_one_opset(model), step)
-    run = parts.run
-    state, tx = parts.state()
-    if probe:
-        try_updates(tx, state["opt_state"], state["params"], run)
-    loss = parts.loss()
+    model = of_one_opset(model)
+    if len(model.steps) == 1:
+        parts = TrainingParts(model)
+        state, tx, loss, one_step = parts.objects(probe)
+        return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
+    return _several(model, range(len(model.steps)) if step is None else [step_of(model, step)], probe)
 
-    def one_step(state: Tree, batch: Arrays) -> tuple[Tree, dict[str, Any]]:
-        with parts.framework.active():
-            (_, (metrics, changed)), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"], state, batch)
-            updates, opt_state = tx.update(gradients, state["opt_state"], state["params"])
-            params = optax.apply_updates(state["params"], updates)
-            count = opt_state.gradient_step if isinstance(opt_state, optax.MultiStepsState) else state["step"] + 1
-            new = {**state, **changed, "params": params, "opt_state": opt_state, "step": count}
-            if "ema" in new:  # a batch that is only accumulated changes no average
-                decay, updated = float(run.recipe["ema"]), new["step"] > state["step"]
-                new["ema"] = {
-                    name: jnp.where(updated, past * decay + params[name] * (1 - decay), past)
-                    for name, past in state["ema"].items()
-                }
-            return new, metrics
 
-    return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
+def _several(model: Model, indices: Sequence[int], probe: bool) -> JaxTraining:
+    """Return steps by name, with one state."""
+    steps = {model.steps[i].algorithm.name or f"step{i}": one_step_of(model, i) for i in indices}
+    weights = {s.name: None for single, _ in steps.values() for s in states(single) if s.role in _WEIGHTS}
+    parts = {name: TrainingParts(single, weights) for name, (single, _) in steps.items()}
+    objects = {name: each.objects(probe) for name, each in parts.items()}
+    state: Tree = {key: {} for key in _SHARED}
+    for name, (own, *_) in objects.items():
+        for key, value in own.items():
+            state.setdefault(key, {}).update(value if key in _SHARED else {name: value})
+    txs = {name: tx for name, (_, tx, _, _) in objects.items()}
+
+    def training(state: Tree) -> Model:
+        result = model.copy()
+        for i, (name, (_, names)) in zip(indices, steps.items(), strict=True):
+            for entry in states(parts[name].training(_state_of(state, name), txs[name])):
+                result.set(names.get(entry.name, entry.name), entry.array, i)
+        return result
+
+    return JaxTraining(
+        {name: _sharing(name, one_step) for name, (*_, one_step) in objects.items()},
+        state,
+        next(iter(parts.values())).apply(),
+        {name: _loss_sharing(name, loss) for name, (_, _, loss, _) in objects.items()},
+        txs,
+        training,
+    )
+
+
+_WEIGHTS = ("parameter", "statistics")
+_SHARED = tuple(KEYS[role] for role in _WEIGHTS)
+"""Keys of a state that all steps read and change."""
+
+
+def _state_of(state: Tree, name: str) -> Tree:
+    """Return the state of one of several steps."""
+    return {key: old if key in _SHARED else old[name] for key, old in state.items() if key in _SHARED or name in old}
+
+
+def _sharing(name: str, one_step: Step) -> Step:
+    """Return one of several steps as a function of the state of all."""
+
+    def step(state: Tree, batch: Arrays) -> tuple[Tree, dict[str, Any]]:
+        new, metrics = one_step(_state_of(state, name), batch)
+        return {**state, **{k: x if k in _SHARED else {**state[k], name: x} for k, x in new.items()}}, metrics
+
+    return step
+
+
+def _loss_sharing(name: str, loss: Loss) -> Loss:
+    return lambda params, state, batch: loss(params, _state_of(state, name), batch)
 
 
 def _model(model: Model, probe: bool) -> JaxModel:
@@ -157,15 +204,16 @@ def _check_rounding(run: RunState) -> None:
 
 
 class TrainingParts:
-    """Parts of a training model for JAX."""
+    """Parts of a training model with one step for JAX."""
 
-    def __init__(self, model: Model, step: int | None = None):
+    def __init__(self, model: Model, others: Iterable[str] = ()):
+        """Take the names of weights that steps of other models change, which are state, too."""
         model = adopt(model)
-        index = step_of(model, step)
+        index = step_of(model)
         self.model, self.index, self._states = model, index, states(model, index)
+        self._stored = {*others, *(state.name for state in self._states if state.role in _WEIGHTS)}
         self.framework = Jax("cuda" if jax.default_backend() == "gpu" else "cpu")
         strange = [s.name for s in self._states if s.role in ("master", "state")]
-        strange += [s.name for s in carried_state(model, index)[len(self._states) :]]  # of other steps
         if strange:
             raise UnsupportedError(
                 f"the training model has state that optax has no place for: {', '.join(strange)}", hint=_RUN_ITSELF
@@ -193,9 +241,35 @@ class TrainingParts:
             }
             return (state | {"ema": self.arrays("ema")} if "ema" in self.run.recipe else state), tx
 
+    def objects(self, probe: bool) -> tuple[Tree, optax.GradientTransformation, Loss, Step]:
+        """Return the state, the optimizer, the loss and the step."""
+        run, loss = self.run, self.loss()
+        state, tx = self.state()
+        if probe:
+            try_updates(tx, state["opt_state"], state["params"], run)
+
+        def one_step(state: Tree, batch: Arrays) -> tuple[Tree, dict[str, Any]]:
+            with self.framework.active():
+                own = {name: state["params"][name] for name in run.parameters}
+                (_, (metrics, changed)), gradients = jax.value_and_grad(loss, has_aux=True)(own, state, batch)
+                updates, opt_state = tx.update(gradients, state["opt_state"], own)
+                params = {**state["params"], **optax.apply_updates(own, updates)}
+                count = opt_state.gradient_step if isinstance(opt_state, optax.MultiStepsState) else state["step"] + 1
+                new = {**state, **changed, "params": params, "opt_state": opt_state, "step": count}
+                if "ema" in new:  # a batch that is only accumulated changes no average
+                    decay, updated = float(run.recipe["ema"]), new["step"] > state["step"]
+                    new["ema"] = {
+                        name: jnp.where(updated, past * decay + params[name] * (1 - decay), past)
+                        for name, past in state["ema"].items()
+                    }
+                return new, metrics
+
+        return state, tx, loss, one_step
+
     def forward(self) -> tuple[Model, Contract]:
         """Return the forward pass of training, and its contract."""
         lowered = lower_for_framework(self.model, self.index, "gradients")
+        open_initializers(lowered.graph, self._stored)
         contract = contract_of(lowered)
         keep_only(lowered, [value for value in lowered.outputs if value.name not in contract.gradients])
         return lowered, contract
@@ -203,7 +277,7 @@ class TrainingParts:
     def inference(self) -> Model:
         """Return the model in inference mode, with its parameters and statistics as inputs."""
         inference = inline(self.run.model)
-        open_initializers(inference.graph, [s.name for s in self._states if s.role in ("parameter", "statistics")])
+        open_initializers(inference.graph, self._stored)
         return inference
 
     @property
@@ -211,7 +285,7 @@ class TrainingParts:
         """Key of the state in JAX, by name."""
         return {s.name: KEYS[s.role] for s in self._states if s.role in KEYS}
 
-    def loss(self) -> Callable[[Arrays, Tree, Arrays], tuple[Any, tuple[dict[str, Any], Tree]]]:
+    def loss(self) -> Loss:
         lowered, contract = self.forward()
         loss_name, keys = contract.loss, self.kinds
         assert loss_name is not None
@@ -220,7 +294,8 @@ class TrainingParts:
         def loss(params: Arrays, state: Tree, batch: Arrays) -> tuple[Any, tuple[dict[str, Any], Tree]]:
             if not batch.keys() >= set(contract.batch):
                 check_names(batch, contract.batch)
-            results = execute({**batch, **state["statistics"], **state["random"], **params, STEP: state["step"]})
+            stored = {**state["params"], **state["statistics"], **state["random"], **params, STEP: state["step"]}
+            results = execute({**batch, **stored})
             changed: Tree = {key: dict(state[key]) for key in ("statistics", "random")}
             for name, output in contract.update.items():
                 changed[keys[name]][name] = results[output]
@@ -236,13 +311,13 @@ class TrainingParts:
 
     def training(self, state: Tree, tx: optax.GradientTransformation) -> Model:
         """Return the training model with this state."""
-        model = self.model.copy()
-        optimization = read_optimizer(tx, state["opt_state"], state["params"])
+        model, own = self.model.copy(), {name: state["params"][name] for name in self.run.parameters}
+        optimization = read_optimizer(tx, state["opt_state"], own)
         averages = {f"ema/{name}": array for name, array in state.get("ema", {}).items()}
         if averages:
             before = model.array("ema/n_averaged", self.index)
             averages["ema/n_averaged"] = before + int(state["step"]) - self.run.step
-        numbers = {**state["params"], **state["statistics"], **state["random"], **averages, **optimization.state}
+        numbers = {**own, **state["statistics"], **state["random"], **averages, **optimization.state}
         for name, array in {**numbers, STEP: state["step"]}.items():
             model.set(name, np.asarray(array), self.index)
         return model

@@ -203,8 +203,8 @@ def make_optimizer(run: RunState, params: Mapping[str, Any]) -> tuple[optax.Grad
         if is_rmsprop and is_native(group.spec):  # its momentum contains the rate with the sign of updates
             names = (f"{name}/momentum_buffer" for name in group.parameters)
             slots |= {name: -slots[name] for name in names if name in slots}
-    with jax.enable_x64(True):
-        state = walk(tx.update, tx.init(params), params, lambda t: fill_state(t, slots, run.step))
+    with jax.enable_x64(True):  # `jit` for one compilation, not one for each shape
+        state = walk(tx.update, jax.jit(tx.init)(params), params, lambda t: fill_state(t, slots, run.step))
         every = int(run.recipe.get("accumulate", 1))
         if every == 1:
             return tx, state
@@ -297,7 +297,7 @@ def fill_state(t: Transformation, slots: Mapping[str, np.ndarray], step: int) ->
 def _with(tree: Any, slot: str, slots: Mapping[str, np.ndarray]) -> Any:
     def leaf(path: Any, old: jax.Array) -> jax.Array:
         new = slots.get(f"{path_name(path)}/{slot}")
-        return old if new is None else jnp.array(np.asarray(new).reshape(old.shape), old.dtype)
+        return old if new is None else jax.device_put(np.array(new, old.dtype).reshape(old.shape))
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -31,11 +32,19 @@ from onward.standard import COMMON_OPSET
 def try_updates(tx: Any, opt_state: Any, params: Tree, run: RunState) -> None:
     """Compare updates of both sides with the same random gradients, in float64 if possible."""
     typed = any(isinstance(group.optimizer, FunctionOptimizer) for group in run.groups)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        theirs, state = (params, opt_state) if typed else (_double(params), _double(opt_state))
+    device = jax.devices("cpu")[0]
+    with jax.enable_x64(True), jax.default_device(device):
+        # On their device, as the results are: `jit` compiles again for arrays that lie on no certain one.
+        sides = (params, opt_state) if typed else (_double(params), _double(opt_state))
+        theirs, state = jax.device_put(sides, device)
         start = _arrays(theirs)
         inputs = {name: f"gradient{i}" for i, name in enumerate(run.parameters)}
-        compiled = jax.jit(tx.update)
+
+        @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})  # it runs a few times
+        def updated(gradients: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
+            changes, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, changes), state
+
         with engines.start(_trainer(run, start, inputs), threads=1) as engine:
 
             def update(before: Arrays, trial: Trial) -> Arrays:
@@ -47,8 +56,7 @@ def try_updates(tx: Any, opt_state: Any, params: Tree, run: RunState) -> None:
                 nonlocal theirs, state
                 gradients = {**{name: np.zeros_like(array) for name, array in start.items()}, **trial.gradients}
                 as_tree = jax.tree_util.tree_map_with_path(lambda path, _: gradients[path_name(path)], theirs)
-                changes, state = compiled(as_tree, state, theirs)
-                theirs = optax.apply_updates(theirs, changes)
+                theirs, state = updated(as_tree, state, theirs)
                 return {name: array for name, array in _arrays(theirs).items() if name in inputs}
 
             compare_updates(
@@ -70,7 +78,7 @@ def _arrays(tree: Tree) -> dict[str, np.ndarray]:
 def _double(tree: Tree) -> Tree:
     if isinstance(tree, optax.MultiStepsState):  # whose accumulators keep their type
         return tree._replace(inner_opt_state=_double(tree.inner_opt_state))
-    return jax.tree.map(lambda x: jnp.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
 
 
 def _trainer(run: RunState, start: dict[str, np.ndarray], inputs: dict[str, str]) -> Model:

@@ -27,12 +27,12 @@ from onward.engines.keras import layers as keras_layers
 from onward.errors import UnsupportedError
 from onward.frameworks.formulas.graph_building import frozen_weights, open_initializers
 from onward.frameworks.program.sizes import as_lists, is_open, on_host, vector
-from onward.inspect import describe
 from onward.lowering.contract import Contract, contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model
 from onward.model.core import values
 from onward.model.state import carried_state
+from onward.run_state.reading import read_terms
 from onward.transform import inline
 from onward.transform.training import keep_only, without_steps
 
@@ -135,7 +135,7 @@ class StepGraphs:
         gradients = contract_of(lower_for_framework(model, part="gradients"))
         self._loss_name = str(gradients.loss)
         self._updates = gradients.update
-        terms = describe(model).steps[0].loss.terms
+        terms = read_terms(model.step())
         is_custom = any(term.name == "custom" for term in terms)  # it may read all outputs
         outputs = [value.name or "" for value in model.outputs] if is_custom else []
         self._watched = list(dict.fromkeys([*(term.output for term in terms), *outputs]))
