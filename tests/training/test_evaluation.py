@@ -197,6 +197,21 @@ def test_pictures(pictures: Path) -> None:
     assert message == "the data have 11 classes, the model 10, and it does not name them" and "--class" in hint
 
 
+def test_further_training_keeps_the_numbers_of_classes(tmp_path: Path) -> None:
+    """Names in another order than the alphabet's stay with their numbers, also if the new data lack some."""
+    pandas = pytest.importorskip("pandas")
+    y = np.array(["cat", "ant", "bee"])[scores(linear("N", 4, out=3), X).argmax(1)]
+    frame = pandas.DataFrame({**{f"x{i}": X[:, i] for i in range(4)}, "animal": y})
+    settings: dict[str, Any] = {"loss": "ce", "columns": {"x": [f"x{i}" for i in range(4)], "labels": "animal"}}
+    model = linear("N", 4, out=3)
+    made = onward.train(
+        model, frame, run=tmp_path / "run", classes=["cat", "ant", "bee"], **settings, **QUIET
+    ).load_last()
+    again = onward.train(made, frame[frame.animal != "ant"], run=tmp_path / "more", **settings, **QUIET).load_last()
+    assert Description.read(again).classes == ("cat", "ant", "bee")
+    assert evaluate(again, frame).metrics["accuracy"] > 0.9
+
+
 def test_files_of_ultralytics_are_understood(tmp_path: Path) -> None:
     model = linear("N", 4, out=3, end="Softmax")
     for key, text in {"names": "{0: 'ant', 1: 'bee', 2: 'cat'}", "task": "classify"}.items():

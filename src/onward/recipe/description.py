@@ -208,13 +208,6 @@ def _is_classifier(node: ir.Node) -> bool:
     )
 
 
-def implied_classes(value: ir.Value | None) -> tuple[str, ...] | None:
-    """Return the class names that a classifier of scikit-learn and the like holds."""
-    node = source_of_scores(value)[0] if value is not None else None
-    labels = node.attributes.get("classlabels_strings") if node is not None else None
-    return tuple(labels.as_strings()) or None if labels is not None else None
-
-
 def implied_task(value: ir.Value) -> str | None:
     """Return the task of an output that ends in probabilities, or None."""
     node = source_of_scores(value)[0]

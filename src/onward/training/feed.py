@@ -187,8 +187,10 @@ def _parts(
 
     if labels is not None:
         classes, origin = tuple(config.classes or ()), "the configuration of the run"  # such as a resumed one
-        if not classes and bindings[labels.name].classes is not None:
-            classes, origin = class_names(training, labels.count), "the model"
+        if not classes and (theirs := bindings[labels.name].classes) is not None:
+            says = Description.read(training).classes or ()
+            classes = says if {*theirs} <= {*says} else class_names(training, labels.count)
+            origin = "the model"
         if classes:
             data = in_classes(data, bindings[labels.name], classes, origin)
             bindings = match(data.columns, inputs, config.columns)

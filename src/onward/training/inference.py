@@ -16,10 +16,10 @@ from onward import engines
 from onward.build import Builder, Names
 from onward.errors import DataError, Error, RecipeError, UnsupportedError, default_hint, list_names
 from onward.model import Model, load
-from onward.recipe.description import GRAPH, TASKS, Description, implied_classes, implied_task, kind_of_scores, task_of
+from onward.recipe.description import GRAPH, TASKS, Description, implied_task, kind_of_scores, task_of
 from onward.recipe.interface import batch_axes, with_samples_first
 from onward.recipe.losses import LOSSES, Target
-from onward.recipe.metrics import Objective
+from onward.recipe.metrics import Objective, class_names
 from onward.recipe.objective import predictions, terms
 from onward.recipe.preprocessing.join import open_preprocessing, with_preprocessing
 from onward.recipe.preprocessing.pipeline import pipelines
@@ -145,7 +145,8 @@ def open_inference(
     notes += [f"samples of `{name}` are along axis {axes[name]}, named `{symbols[name]}`" for name in symbols]
     model = with_samples_first(model.copy(), axes, says.constants)
     task, objective, targets, value = _meaning(model, says, settings, labeled, raw, notes)
-    classes, count = says.classes or implied_classes(value), _count(objective, value)
+    count = _count(objective, value)
+    classes = says.classes or class_names(model, count or 0) or None
     if classes is not None and count is not None and task != "binary" and len(classes) != count:
         raise DataError(
             f"{len(classes)} class names for the {count} classes of `{objective.output if objective else ''}`",
