@@ -17,7 +17,7 @@ from PIL import Image
 from runs import QUIET, RECIPE, digits
 
 import onward
-from onward.errors import DataError, RecipeError
+from onward.errors import DataError, RecipeError, UnsupportedError
 from onward.recipe.description import Description
 
 Arrays = dict[str, np.ndarray]
@@ -210,6 +210,45 @@ def test_further_training_keeps_the_numbers_of_classes(tmp_path: Path) -> None:
     again = onward.train(made, frame[frame.animal != "ant"], run=tmp_path / "more", **settings, **QUIET).load_last()
     assert Description.read(again).classes == ("cat", "ant", "bee")
     assert evaluate(again, frame).metrics["accuracy"] > 0.9
+
+
+def test_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary that was counted is in the training model, one in a file is named; tokens are no class names."""
+    monkeypatch.chdir(tmp_path)
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (int64[N, 3] ids) => (float[N, 2] y) <int64[1] ax = {1}>
+        { v = Gather (e, ids) y = ReduceSum <keepdims = 0> (v, ax) }"""
+    )
+    model.graph.initializer.append(numpy_helper.from_array(RNG.normal(size=(9, 2)).astype(np.float32), "e"))
+    lines = [f"{text} {i},{mood}" for i in range(20) for text, mood in (("a good day", "pos"), ("a sad night", "neg"))]
+    Path("texts.csv").write_text("\n".join(["text,mood", *lines]))
+    Path("vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "good", "day", "sad", "night"]))
+    settings: dict[str, Any] = {"loss": "ce", "optimizer": "adam:lr=0.1", "epochs": 9, **QUIET}
+    counted = onward.train(model, "texts.csv", preprocess="tokenize:words,vocabulary=9,length=3", **settings, run="a")
+    with pytest.raises(UnsupportedError, match="preprocessing that is not in the file") as caught:
+        evaluate(counted, "texts.csv")
+    assert "`training.onnx` of the run" in str(caught.value.hint)
+    assert evaluate("a/training.onnx", "texts.csv").metrics["accuracy"] == 1
+    words = "tokenize:words,vocabulary=vocab.txt,length=3,pad=[PAD],unknown=[UNK]"
+    made = evaluate(onward.train(model, "texts.csv", preprocess=words, **settings, run="b"), "texts.csv")
+    assert made.metrics["accuracy"] == 1 and list(made.per_class) == ["neg", "pos"]
+
+
+def test_samples_on_another_axis(tmp_path: Path) -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (float[T, N, 3] x, float[1] scale) => (float[N, 2] y)
+        <int64[1] ax = {0}> { s = ReduceSum <keepdims = 0> (x, ax) q = MatMul (s, w) y = Mul (q, scale) }"""
+    )
+    model.graph.initializer.append(numpy_helper.from_array(RNG.normal(size=(3, 2)).astype(np.float32), "w"))
+    x = RNG.normal(size=(50, 4, 3)).astype(np.float32)
+    data, options = (
+        {"x": x, "labels": (x.sum((1, 2)) > 0).astype(int)},
+        {"batch_axis": {"x": 1}, "constants": {"scale": [2.0]}},
+    )
+    made = onward.train(model, data, loss="ce", run=tmp_path / "run", **options, **QUIET).load_last()
+    assert [str(value.shape) for value in made.inputs] == ["[T,N,3]", "[1]"]
+    z = 2 * x.sum(1) @ made.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
+    assert evaluate(made, data).metrics["accuracy"] == np.mean(z.argmax(1) == data["labels"])
 
 
 def test_files_of_ultralytics_are_understood(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ class Description:
     classes: tuple[str, ...] | None = None
     columns: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     """Columns of the data of each input and target."""
-    preprocess: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Operations for each input that are not in the graph; `graph` for a model."""
+    preprocess: Mapping[str, str] | str = dataclasses.field(default_factory=dict)
+    """Operations that are not in the graph, by input or for the only suitable one; `graph` for what has no text."""
     batch_axis: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -86,7 +86,7 @@ class Description:
             " ".join(f"{o.output}={Spec(o.name, o.options)}" for o in losses) or None,
             tuple(classes) if classes else None,
             named if sum(map(len, named.values())) <= _MOST_COLUMNS else {},
-            {} if keeps_preprocessing else _as_text(recipe.get("preprocess"), training),
+            {} if keeps_preprocessing else _as_text(recipe.get("preprocess")),
             interface.get("batch_axis") or {},
             {name: value.tolist() if hasattr(value, "tolist") else value for name, value in constants.items()},
         )
@@ -99,10 +99,10 @@ class Description:
             text = model.metadata.get(PREFIX + field.name)
             if text is None:
                 continue
+            is_text = field.name in ("task", "loss") or (field.name == "preprocess" and text[:1] != "{")
             with contextlib.suppress(ValueError, RecursionError):
-                values[field.name] = text if field.name in ("task", "loss") else json.loads(text)
-                expected = {"classes": list}.get(field.name, str if field.name in ("task", "loss") else dict)
-                if isinstance(values[field.name], expected):
+                values[field.name] = text if is_text else json.loads(text)
+                if is_text or isinstance(values[field.name], list if field.name == "classes" else dict):
                     continue
             raise DataError(f"`{PREFIX}{field.name}` in the model is not what it should be", hint="remove it")
         if values.get("classes") is not None:
@@ -136,14 +136,16 @@ def copy_description(source: Model, target: Model, metrics: Mapping[str, float])
         dataclasses.replace(Description.read(source), metrics=finite).write(target)
 
 
-def _as_text(preprocess: Any, training: Model) -> dict[str, str]:
+def _as_text(preprocess: Any) -> Mapping[str, str] | str:
     """Return the recorded operations of a recipe, without the form of its data; `graph` for what has no text."""
     if preprocess is None:
         return {}
-    if not isinstance(preprocess, dict) or "<vocabulary>" in str(preprocess):
-        return dict.fromkeys([training.inputs[0].name or ""], GRAPH)
-    named = {name: [specs] if isinstance(specs, str) else specs for name, specs in preprocess.items()}
-    return {name: " ".join(s for s in specs if not s.startswith("input:")) for name, specs in named.items()}
+    if "<vocabulary>" in str(preprocess) or str(preprocess).startswith("<"):  # an object is recorded as `<Model>`
+        return GRAPH
+    if isinstance(preprocess, dict):
+        return {name: str(_as_text(specs)) for name, specs in preprocess.items()}
+    specs = [preprocess] if isinstance(preprocess, str) else preprocess
+    return " ".join(spec for spec in specs if not spec.startswith("input:"))
 
 
 def _names_of_ultralytics(text: str | None) -> tuple[str, ...] | None:

@@ -21,6 +21,7 @@ from onward.constants import constant_tensor
 from onward.errors import RecipeError
 from onward.model import Model
 from onward.model.core import values
+from onward.model.state import PREPROCESSING, ROLE_KEY
 from onward.recipe.losses import LOSSES
 from onward.recipe.losses.definitions import NO_LABEL
 from onward.recipe.spec import check_options, lookup, parse
@@ -734,11 +735,13 @@ def class_names(model: Model, count: int) -> tuple[str, ...]:
     """Return the names that the model gives to its classes, in the order of their numbers; () if it has none."""
     lists = set()
     for node in model.graph:
+        if node.metadata_props.get(ROLE_KEY) == PREPROCESSING:  # a tokenizer has texts, too
+            continue
         lists.update(tuple(a.as_strings()) for name, a in node.attributes.items() if name in _CLASS_NAMES)
         table = constant_tensor(node.inputs[0]) if node.op_type in ("Gather", "ArrayFeatureExtractor") else None
         if table is not None and table.dtype is ir.DataType.STRING:
             lists.add(tuple(name.decode() if isinstance(name, bytes) else str(name) for name in table.numpy().flat))
-    lists = {names for names in lists if len(names) == count}
+    lists = {names for names in lists if len({name for name in names if name.strip()}) == count == len(names)}
     return lists.pop() if len(lists) == 1 else ()
 
 

@@ -331,12 +331,12 @@ def _open(
         source = [str(path) for path in parts["test"]]
     preprocess = settings.get("preprocess")
     if preprocess is None and says.preprocess:
-        if GRAPH in says.preprocess.values():
+        if GRAPH in ([says.preprocess] if isinstance(says.preprocess, str) else says.preprocess.values()):
             raise UnsupportedError(
                 "the model was trained with preprocessing that is not in the file",
-                hint="train with `--keep-preprocessing`, or pass it: `--preprocess pipeline.onnx`, or `none`",
+                hint="take `training.onnx` of the run, which has it, or train with `--keep-preprocessing`",
             )
-        preprocess = dict(says.preprocess)
+        preprocess = says.preprocess
     inputs = {v.name or "": v for v in model.inputs} | dict(needed)
     if preprocess is None or preprocess in ("none", ["none"]):
         return open_data(source, images=format_for(inputs), labeled=labeled), model
