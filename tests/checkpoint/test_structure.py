@@ -61,7 +61,7 @@ def examples(path):
         "vit",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("unet", "resnet", "mobilenet", "efficientnet", "mixer", "bert", "gpt2", "t5")
+            for name in ("cnn", "unet", "resnet", "mobilenet", "efficientnet", "mixer", "bert", "gpt2", "t5")
         ),
     ],
 )
@@ -182,3 +182,23 @@ def test_shapes_alone(tmp_path):
     torch.save({"a": torch.randn(3, 8), "b": torch.randn(3), "c": torch.randn(3)}, tmp_path / "bag.pt")
     with pytest.raises(UnsupportedError, match="do not tell `b`, `c` from others for `bias`"):
         onward.from_checkpoint(tmp_path / "bag.pt", like, match="structure")
+
+
+@pytest.mark.slow
+def test_a_configuration_is_the_graph_of_a_checkpoint(tmp_path):
+    """The graph of a folder of transformers has the inputs of the example, and becomes that of a Keras model."""
+    import torch
+    from transformers import BertForSequenceClassification
+
+    module = BertForSequenceClassification(pairs.bert_config())
+    module.save_pretrained(tmp_path / "saved")
+    made("bert")[1].save(tmp_path / "model.onnx")
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    batch = {name: torch.ones(2, 6, dtype=torch.long) for name in names}
+    moved = onward.from_checkpoint(tmp_path / "saved", tmp_path / "model.onnx", match="structure", example_inputs=batch)
+    moved.save(tmp_path / "moved.onnx")
+    expected = module.eval()(**batch).logits.detach().numpy()
+    actual = outputs(str(tmp_path / "moved.onnx"), [x.numpy() for x in batch.values()])[0]
+    np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    with pytest.raises(MismatchError, match="the inputs of `saved` are `input_ids`, `attention_mask`, and those"):
+        onward.from_checkpoint(tmp_path / "saved", tmp_path / "model.onnx", match="structure")

@@ -133,6 +133,25 @@ def unet(activation="relu"):
     return of_torch(UNet(), zeros(2, 3, 16, 16), unfolded=True), of_keras(keras.Model(image, logits))
 
 
+def cnn():
+    """A dense layer after a flattened image, whose inputs are in another order if channels are last."""
+    import keras
+    from torch import nn
+
+    module = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(4 * 3 * 4, 6),
+        nn.Tanh(),
+        nn.Linear(6, 2),
+    )
+    layers = [keras.layers.Conv2D(4, 3, activation="relu"), keras.layers.MaxPooling2D(), keras.layers.Flatten()]
+    layers += [keras.layers.Dense(6, "tanh"), keras.layers.Dense(2)]
+    return of_torch(module, zeros(2, 3, 8, 10)), of_keras(keras.Sequential([keras.Input((8, 10, 3)), *layers]))
+
+
 def resnet():
     """ResNet of transformers and of keras.applications, whose convolutions have biases before BatchNormalization."""
     from keras.src.applications import resnet as of_applications
@@ -237,14 +256,19 @@ def vit(epsilon=1e-6, depth=2):
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 
-def bert():
-    import keras
-    from transformers import BertConfig, BertForSequenceClassification
+def bert_config():
+    from transformers import BertConfig
 
-    config = BertConfig(
+    return BertConfig(
         vocab_size=30, hidden_size=24, num_hidden_layers=2, num_attention_heads=3, intermediate_size=48,
         max_position_embeddings=6, num_labels=4, type_vocab_size=2,
     )  # fmt: skip
+
+
+def bert():
+    import keras
+    from transformers import BertForSequenceClassification
+
     layers = keras.layers
 
     class Positions(layers.Layer):
@@ -263,7 +287,7 @@ def bert():
         x = norm()(x + layers.Dense(24)(layers.Dense(48, "gelu")(x)))
     logits = layers.Dense(4)(layers.Dense(24, "tanh")(x[:, 0]))
     examples = (zeros(2, 6, integers=True), zeros(2, 6, integers=True) + 1, zeros(2, 6, integers=True))
-    return of_torch(BertForSequenceClassification(config), *examples), of_keras(
+    return of_torch(BertForSequenceClassification(bert_config()), *examples), of_keras(
         keras.Model([tokens, mask, kinds], logits)
     )
 
