@@ -238,6 +238,13 @@ def _adam(module: Any) -> Any:
     return torch.optim.Adam(module.parameters(), lr=1e-2, eps=1e-3)
 
 
+def _adafactor(module: Any, **options: Any) -> Any:
+    """Return Adafactor of transformers, as its Trainer makes it."""
+    from transformers import Adafactor
+
+    return Adafactor(module.parameters(), **{"lr": 1e-3, "scale_parameter": False, "relative_step": False, **options})
+
+
 def _ultralytics(module: Any) -> Any:
     """Return an optimizer of biases, then weights with decay, then weights of normalizations."""
     groups: tuple[list[Any], ...] = [], [], []
@@ -899,6 +906,14 @@ LAYOUTS: dict[str, Layout] = {
     "Trainer, pytorch_model.bin": Layout(_in_bin, **_HF),
     "Trainer, sharded": Layout(_in_shards, **_HF),
     "sentence-transformers": Layout(_of_sentences, **_HF),
+    "Adafactor of a Trainer": Layout(_of_trainer, _adafactor, Vision, scheduler=_warmup_and_cosine, files=TRAINER),
+    "Adafactor, scaled": Layout(
+        plain, lambda module: _adafactor(module, lr=1e-2, scale_parameter=True, weight_decay=0.1), Vision
+    ),
+    "Adafactor with relative steps": Layout(
+        plain, lambda module: _adafactor(module, lr=None, relative_step=True), refusal="relative_step=False"
+    ),
+    "Adafactor with beta1": Layout(plain, lambda module: _adafactor(module, beta1=0.9), refusal="beta1=None"),
     "torchtune": Layout(_of_torchtune, files=FOLDER),
     "torchtune, in folders": Layout(_of_torchtune_apart, files=FOLDER),
     # vision
@@ -1002,6 +1017,10 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
+_OTHERS = {"RMS", "ema", "avg", "swa", "teacher", "target", "encoder_k"}
+"""Words of tensors that a script computes anew."""
+
+
 def tensors_of(tree: Any, path: str = "") -> dict[str, Any]:
     """Return the tensors of a tree by path, without averages, which its script would update."""
     if isinstance(tree, nn.Module | torch.optim.Optimizer):
@@ -1011,7 +1030,8 @@ def tensors_of(tree: Any, path: str = "") -> dict[str, Any]:
         return {
             k: v
             for key, child in items
-            if not {"ema", "avg", "swa", "teacher", "target", "encoder_k"} & {*re.split(r"[./]|_(?!k)", str(key))}
+            if not {"RMS", "ema", "avg", "swa", "teacher", "target", "encoder_k"}
+            & {*re.split(r"[./]|_(?!k)", str(key))}
             for k, v in tensors_of(child, f"{path}/{key}").items()
         }
     return {path: tree} if isinstance(tree, torch.Tensor) else {}

@@ -334,7 +334,12 @@ def with_names(
 
 def stored_shapes(optimizer: OptimizerState) -> dict[str | int, tuple[int, ...]]:
     """Return shapes of parameters, as far as slots tell them."""
-    return {
+    factored = {
+        name: tuple(map(max, slots["row_var"].shape, slots["col_var"].shape))
+        for name, slots in optimizer.slots.items()
+        if {"row_var", "col_var"} <= slots.keys()
+    }
+    return factored | {
         name: value.shape
         for name, slots in optimizer.slots.items()
         for slot, value in slots.items()

@@ -451,7 +451,11 @@ def _is_of_pytorch(checkpoint: Checkpoint, groups: Sequence[ParameterGroup]) -> 
     """True if BatchNormalization stores the sample variance, as in PyTorch."""
     specs = [group.optimizer for group in groups if isinstance(group.optimizer, Spec)]
     variants = {spec.options.get("variant") for spec in specs}  # PyTorch users take Lion from optax
-    return all(optimizer.variant == "torch" for optimizer in checkpoint.optimizers) and variants <= {"torch", "optax"}
+    return all(optimizer.variant == "torch" for optimizer in checkpoint.optimizers) and variants <= {
+        "torch",
+        "optax",
+        "transformers",
+    }
 
 
 _MOST = 6

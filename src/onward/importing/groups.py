@@ -27,7 +27,7 @@ from onward.recipe.trainable import as_patterns, matching
 from onward.run_state.problems import Problems
 from onward.run_state.state import COUNT, MASTER, OptimizerState, ParameterGroup, RunState
 from onward.run_state.tensors import Tensor
-from onward.vocabulary.torch import REFUSED_OPTIMIZERS
+from onward.vocabulary.torch import OF_ADAFACTOR, REFUSED_OPTIMIZERS
 
 
 def with_optimizer_names(
@@ -329,6 +329,12 @@ def _groups_of(
 
 
 def _spec(optimizer: OptimizerState, group: ParameterGroup, stated: Spec | None) -> Spec:
+    settings = group.settings
+    if settings.keys() >= OF_ADAFACTOR.keys() and (settings.get("relative_step") or settings.get("beta1") is not None):
+        raise UnsupportedError(
+            "Adafactor has `relative_step` or `beta1`, which recipes do not have",
+            hint="train with `Adafactor(..., lr=1e-3, relative_step=False, beta1=None)`",
+        )
     if stated is None and group.optimizer is not None:
         return group.spec
     classes = {name.lower(): problem for name, problem in REFUSED_OPTIMIZERS.items()}

@@ -153,6 +153,11 @@ TORCH_ROWS = [
         settings="lr beta2_decay eps=eps1,eps2 d min_dim_size_to_factor",
     ),
     _ours(
+        "TransformersAdafactor", "adafactor", "transformers", "row_var col_var variance",
+        settings="lr beta2_decay eps=eps1,eps2 d scale_parameter",
+        states=(frozenset({"exp_avg_sq_row", "exp_avg_sq_col", "RMS"}), frozenset({"exp_avg_sq", "RMS"})),
+    ),
+    _ours(
         "Lion", "lion", "optax keras", "exp_avg", {"lr": 1e-4, "betas": (0.9, 0.99), **_DECOUPLED},
         {"": updates.lion}, states=(frozenset({"exp_avg"}),),
     ),

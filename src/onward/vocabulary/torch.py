@@ -63,9 +63,17 @@ def _adams(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return ("adamw",) if settings["decoupled_weight_decay"] else ("adam",)
 
 
+OF_ADAFACTOR = {"decay_rate": "beta2_decay", "clip_threshold": "d"}
+"""Settings that only Adafactor of transformers has -> names in recipes."""
+
+
 def saved_words(family: str, settings: Mapping[str, Any], rate: float, number: Callable[[Any], Any]) -> Spec | None:
     """Return the words of a recipe for a group of a saved optimizer; None if there are none."""
-    row = next((row for row in TORCH_ROWS if family in row.optimizers), None)
+    rows = [row for row in TORCH_ROWS if family in row.optimizers]
+    if settings.keys() >= OF_ADAFACTOR.keys():
+        rows = [row for row in rows if row.variants == ("transformers",)]
+    row = next(iter(rows), None)
+    settings = {OF_ADAFACTOR.get(name, name): value for name, value in settings.items()}
     if row is None or row.name in REFUSED_OPTIMIZERS:
         return None
     variant = row.variants[0] if row.states else "torch"

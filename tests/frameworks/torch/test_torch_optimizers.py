@@ -235,6 +235,8 @@ CASES = [
     *((name, "keras", settings) for name, _, settings in KERAS),
     *((name, "optax", settings) for name, _, settings in OPTAX),
     ("sgdw", "torch", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    ("adafactor", "transformers", {"weight_decay": 0.1}),
+    ("adafactor", "transformers", {"scale_parameter": False, "d": 1.5}),
     ("sgdw", "optax", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
     ("sgdw", "keras", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True}),
     ("adamw", "optax", {**BETAS, "amsgrad": True, "weight_decay": 0.1}),

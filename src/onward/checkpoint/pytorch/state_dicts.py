@@ -13,6 +13,7 @@ import numpy as np
 
 from onward.checkpoint.format import Checkpoint
 from onward.checkpoint.pytorch.pickle_objects import Attributed, Name, Object
+from onward.checkpoint.pytree.optax_states import reshape
 from onward.errors import UnsupportedError, warn
 from onward.recipe.optimizers import configure
 from onward.recipe.spec import Spec
@@ -21,7 +22,7 @@ from onward.run_state.tensors import ArrayTensor, Tensor, as_tensor, count_of, n
 from onward.vocabulary.optimizers import TORCH_ROWS
 from onward.vocabulary.rate_formulas import FOREVER, complete, in_words
 from onward.vocabulary.rows import row_for
-from onward.vocabulary.torch import FLAGS, families_of, saved_words
+from onward.vocabulary.torch import FLAGS, OF_ADAFACTOR, families_of, saved_words
 from onward.vocabulary.torch_schedules import Attributes, class_of, read_saved, restart_position
 
 # ---- optimizers ------------------------------------------------------------------------------------------------------
@@ -117,15 +118,43 @@ def optimizer_of(tree: Mapping[str, Any], family: str | None = None) -> Optimize
         if isinstance(values, Mapping)
     }
     states = {frozenset(map(str, values)) - {COUNT, MASTER} for values in slots.values()}
+    slots = {name: _factors(values) for name, values in slots.items()}
     families = (family,) if family else families_of(states, groups[0].settings if groups else {})
     if len(families) == 1:
         groups = [dataclasses.replace(group, optimizer=spec_of(families[0], group.settings)) for group in groups]
     return OptimizerState(families, tuple(groups), slots)
 
 
+_FACTORS = {"exp_avg_sq_row": ("row_var", -1), "exp_avg_sq_col": ("col_var", -2)}
+"""Slots of Adafactor of transformers -> slots of a recipe, and their axis of size 1."""
+
+
+def _factors(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return slots with those of Adafactor of transformers as those of a recipe."""
+    if "RMS" not in slots:
+        return dict(slots)
+    named = {"variance" if slot == "exp_avg_sq" else slot: x for slot, x in slots.items() if slot != "RMS"}
+    for theirs, (ours, axis) in _FACTORS.items():
+        if isinstance(tensor := named.pop(theirs, None), Tensor):
+            at = len(tensor.shape) + 1 + axis
+            named[ours] = reshape(tensor, (*tensor.shape[:at], 1, *tensor.shape[at:]))
+    return named
+
+
+def _without_factors(slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return slots of a recipe as Adafactor of transformers stores them; it computes RMS before it is read."""
+    named = {"exp_avg_sq" if slot == "variance" else slot: x for slot, x in slots.items()}
+    named |= {"RMS": 0.0, COUNT: count_of(slots[COUNT])}
+    for theirs, (ours, axis) in _FACTORS.items():
+        if isinstance(tensor := named.pop(ours, None), Tensor):
+            at = len(tensor.shape) + axis
+            named[theirs] = reshape(tensor, tensor.shape[:at] + tensor.shape[at + 1 :])
+    return named
+
+
 def spec_of(family: str, settings: Settings) -> Spec | None:
     """Return the options of a recipe for a group of PyTorch; None if there are none."""
-    return saved_words(family, settings, base_rate(settings), number_of)
+    return None if settings.get("lr", 0) is None else saved_words(family, settings, base_rate(settings), number_of)
 
 
 def base_rate(settings: Settings) -> float:
@@ -262,6 +291,7 @@ def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict
         for name in group.parameters:
             numbers[name] = name if by_name else len(numbers)
     specs = {name: group.spec if group.optimizer else None for group in optimizer.groups for name in group.parameters}
+    settings_of_name = {name: group.settings for group in optimizer.groups for name in group.parameters}
     state = {}
     for name, slots in optimizer.slots.items():
         if name not in numbers or not slots:
@@ -276,7 +306,8 @@ def optimizer_state(optimizer: OptimizerState, *, by_name: bool = False) -> dict
         if (step := slots.get(COUNT)) is not None and (spec is None or spec.name not in _COUNTERLESS):
             count = as_tensor(step) if spec is None else ArrayTensor(np.asarray(count_of(step), np.float32))
             tensors = {COUNT: count, **tensors}
-        state[numbers[name]] = tensors
+        is_adafactor = settings_of_name[name].keys() >= OF_ADAFACTOR.keys()
+        state[numbers[name]] = _without_factors(tensors) if is_adafactor else tensors
     ordered = {number: state[number] for number in dict.fromkeys(numbers.values()) if number in state}
     groups = []
     for group in optimizer.groups:
@@ -300,6 +331,7 @@ def refuse_unknown_class(optimizer: OptimizerState) -> None:
 
 _OF_PYTORCH = frozenset(
     {"maximize", "foreach", "betas", "dampening", "centered", "rho", "lr_decay", "etas", "lambd", "bias_correction"}
+    | OF_ADAFACTOR.keys()
 )
 """Settings of which each optimizer of PyTorch has one, and those of other frameworks none."""
 
@@ -314,6 +346,8 @@ def settings_now(group: ParameterGroup) -> dict[str, Any]:
         return {**settings_of(group.spec, rate), **({"initial_lr": base} if rate != base else {})}
     if group.rate is None:
         return dict(group.settings)
+    if group.settings.keys() >= OF_ADAFACTOR.keys():
+        return {**group.settings, "lr": group.rate}
     changed = {k: v for k, v in settings_of(group.spec, rate).items() if k in group.settings and k not in FLAGS}
     base = float(group.spec.options["lr"])
     is_stored = base == group.settings.get("lr")  # constant without a schedule

@@ -249,6 +249,47 @@ class OptaxAdafactor(ExactOptimizer):
         x.mul_(1 - group["weight_decay"]).sub_(step_size * u)
 
 
+class TransformersAdafactor(ExactOptimizer):
+    """Adafactor of transformers with a given learning rate. With β = 1 − t^decay and s = g² + ε1:
+
+    r ← β·r + (1−β)·mean(s, last axis);  c ← β·c + (1−β)·mean(s, axis before it);
+    u = g / √(r / mean(r)) / √c;
+    x ← x·(1 − α·λ) − α·u / max(1, rms(u)/d),  α = lr·max(ε2, rms(x)), or lr without `scale_parameter`.
+
+    Vectors have one v in place of r and c.
+    """
+
+    SETTINGS: ClassVar[dict[str, Any]] = {
+        "lr": 1e-3,
+        "beta2_decay": -0.8,
+        "eps": (1e-30, 1e-3),
+        "d": 1.0,
+        "scale_parameter": True,
+    }
+
+    def begin(self, x: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        zeros = torch.zeros_like(x)
+        if x.dim() < 2:
+            return {"variance": zeros}
+        return {"row_var": zeros.mean(-1, keepdim=True), "col_var": zeros.mean(-2, keepdim=True)}
+
+    def decay(self, x: Tensor, g: Tensor, lr: float, group: dict[str, Any]) -> Tensor:
+        return g
+
+    def update(self, x: Tensor, g: Tensor, state: dict[str, Any], lr: float, t: int, group: dict[str, Any]) -> None:
+        eps1, eps2 = group["eps"]
+        weight = t ** group["beta2_decay"]
+        square = g * g + eps1
+        if x.dim() < 2:
+            u = g / state["variance"].mul_(1 - weight).add_(square, alpha=weight).sqrt()
+        else:
+            r = state["row_var"].mul_(1 - weight).add_(square.mean(-1, keepdim=True), alpha=weight)
+            c = state["col_var"].mul_(1 - weight).add_(square.mean(-2, keepdim=True), alpha=weight)
+            u = g / (r / r.mean(-2, keepdim=True)).sqrt() / c.sqrt()
+        step_size = lr * max(eps2, rms(x)) if group["scale_parameter"] else lr
+        x.mul_(1 - group["weight_decay"] * step_size).sub_(step_size / max(1.0, rms(u) / group["d"]) * u)
+
+
 def rms(x: Tensor) -> float:
     return math.sqrt(float((x * x).mean()))
 

@@ -762,13 +762,52 @@ def adafactor_vector_optax(op, x, g, variance, lr, t, beta2_decay, eps1, eps2, d
     return adafactor_step_optax(op, x, g / op.Sqrt(v), lr, eps2, d, weight_decay), v
 
 
+def adafactor_transformers(*, scaled: bool) -> tuple[Update, Update]:
+    """Adafactor of transformers, factored and for vectors; its rate is multiplied by rms(x) if `scaled`."""
+
+    def step(op, x, u, lr, eps2, d, weight_decay):
+        rate = lr * op.Max(eps2, rms(x)) if scaled else lr
+        return descend(decoupled_decay(x, rate, weight_decay), rate / op.Max(rms(u) / d, 1.0), u)
+
+    def factored(op, x, g, row_var, col_var, lr, t, beta2_decay, eps1, eps2, d, weight_decay):
+        beta, square = 1.0 - power(double(t), beta2_decay), g * g + typed(eps1, g)
+        r = ema(row_var, op.ReduceMean(square, [-1], keepdims=1), beta)
+        c = ema(col_var, op.ReduceMean(square, [-2], keepdims=1), beta)
+        u = g / op.Sqrt(r / op.ReduceMean(r, [-2], keepdims=1)) / op.Sqrt(c)
+        return step(op, x, u, lr, eps2, d, weight_decay), r, c
+
+    def vector(op, x, g, variance, lr, t, beta2_decay, eps1, eps2, d, weight_decay):
+        v = ema(variance, g * g + typed(eps1, g), 1.0 - power(double(t), beta2_decay))
+        return step(op, x, g / op.Sqrt(v), lr, eps2, d, weight_decay), v
+
+    rate = "lr·max(ε2, rms(x))" if scaled else "lr"
+    end = f"with α = {rate}: x ← x·(1 − α·λ) − α·u / max(1, rms(u)/d)."
+    start = "With β = 1 − t^decay and s = g² + ε1:"
+    factored.__doc__ = f"""{start} r ← β·r + (1−β)·mean(s, last axis);  c ← β·c + (1−β)·mean(s, axis before it);
+
+    u = g / √(r / mean(r)) / √c;  {end}
+    """
+    vector.__doc__ = f"""{start} v ← β·v + (1−β)·s;  u = g / √v;  {end}"""
+    name = "AdafactorTransformers" if scaled else "AdafactorTransformersUnscaled"
+    return Update(factored, name), Update(vector, f"{name}Vector")
+
+
+_OF_TRANSFORMERS = {scaled: adafactor_transformers(scaled=scaled) for scaled in _FLAG}
+
+
 def _adafactor(s: Settings, shape: Shape | None) -> UpdateCall:
     """Select Adafactor: factored over the last two axes, in optax over the two largest."""
     shape = shape or ()
+    last = {"large": len(shape) - 1, "small": len(shape) - 2}
+    if s.variant == "transformers":
+        factored, vector = _OF_TRANSFORMERS[s.scale_parameter]
+        return UpdateCall(vector) if len(shape) < 2 else UpdateCall(factored, shapes=_factors(shape, **last))
+    if not s.scale_parameter:
+        raise RecipeError("Adafactor without `scale_parameter` is that of transformers", hint="`variant=transformers`")
     if s.variant == "torch":
         if len(shape) < 2:
             return UpdateCall(adafactor_vector)
-        return UpdateCall(adafactor, shapes=_factors(shape, large=len(shape) - 1, small=len(shape) - 2))
+        return UpdateCall(adafactor, shapes=_factors(shape, **last))
     if len(shape) < 2 or sorted(shape)[-2] < s.min_dim_size_to_factor:
         return UpdateCall(adafactor_vector_optax)
     small, large = (int(axis) for axis in np.argsort(shape)[-2:])
@@ -789,8 +828,8 @@ _define(
     "Adafactor (Shazeer and Stern 2018), whose slots are rows and columns; as torch.optim.Adafactor in float32",
     {"lr": 1e-2, "beta2_decay": -0.8, "eps1": 2.0**-23, "eps2": 1e-3, "d": 1.0, "weight_decay": 0.0},
     _adafactor,
-    variants={"torch": {}, "optax": {"eps1": 1e-30}},
-    options={"min_dim_size_to_factor": 128},
+    variants={"torch": {}, "optax": {"eps1": 1e-30}, "transformers": {"lr": 1e-3, "eps1": 1e-30}},
+    options={"min_dim_size_to_factor": 128, "scale_parameter": (True, False)},
 )
 
 
