@@ -136,6 +136,7 @@ CASES = {
     "pad with a number": (lambda x: tf().pad(x, [[1, 0], [0, 1]], constant_values=2.0), X),
     "mirror": (lambda x: tf().pad(x, [[0, 0], [2, 1]], "REFLECT"), X),
     "tile": (lambda x: tf().tile(x, [2, 1]), X),
+    "diagonal": (lambda x: tf().eye(tf().shape(x)[0]) @ x + tf().linalg.diag(x)[:, 0], X),
     "broadcast": (lambda x: tf().broadcast_to(x[:, None], [tf().shape(x)[0], 2, 4]), X),
     "fill": (lambda x: x * tf().fill([tf().shape(x)[0], 1], 3.0), X),
     "reverse": (lambda x: tf().reverse(x, [0, 1]), X),
