@@ -226,3 +226,23 @@ def test_a_unit_that_rounding_switches_is_no_mismatch():
     compare_steps(training, given, _switched_on, framework="another")
     with pytest.raises(MismatchError, match="`c` is off"):
         compare_steps(training, given, lambda one: _switched_on(one, factor=1.01), framework="another")
+
+
+_CANCEL = """<ir_version: 10, opset_import: ["" : 20]>
+    g (float[N, 1] x) => (float[N, 1] y)
+    <float[1, 1] w = {1}, float[1] b = {-1.0001}, float scale = {10000}> {
+        product = MatMul (x, w)
+        small = Add (product, b)
+        y = Mul (small, scale)
+    }"""
+
+
+def test_a_loss_is_compared_beyond_what_rounding_moves():
+    training = onward.prepare(parser.parse_model(_CANCEL), loss="mse", optimizer="sgd:lr=1e-9", freeze="scale")
+    ones = np.ones((2, 1), np.float32)
+    compare = lambda target, loss: compare_steps(
+        training, [{"x": ones, "target": target}], lambda _: StepResult(loss, {}, {}), framework="another"
+    )
+    compare(0 * ones, 1.02)  # a change of the weights by 1e-6 moves the loss by 0.02
+    with pytest.raises(MismatchError, match="the loss is off"):
+        compare(0 * ones, 2.0)
