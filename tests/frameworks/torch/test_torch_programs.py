@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import subprocess
 import sys
@@ -305,6 +306,50 @@ def test_a_person_would_have_written_it(name: str, part: str) -> None:
     assert part in text
     assert "onward" not in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+class Attention(nn.Module):
+    """A layer with a part of its own, one that all share, and dropout."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.full((20,), scale), persistent=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = (q @ k.transpose(1, 2) * 0.3 * self.scale.sum()).masked_fill(mask, -1e9).softmax(-1)
+        return x + self.out(nn.functional.dropout(weights @ v, 0.25, self.training))
+
+
+class Stack(nn.Module):
+    def __init__(self, *scales: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention(scale) for scale in scales)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, gap: torch.Tensor) -> torch.Tensor:
+        mask = (gap > 0).unsqueeze(1)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.head(x.mean(1))
+
+
+@pytest.mark.slow("buffers differ")
+@pytest.mark.parametrize("scales", [(0.05, 0.05, 0.05), (0.05, 0.05, 0.1)], ids=["alike", "buffers differ"])
+def test_blocks_that_repeat_are_a_class_and_a_loop(scales: tuple[float, ...]) -> None:
+    torch.manual_seed(0)
+    net, inputs = Stack(*scales), (torch.randn(2, 5, 8), (torch.rand(2, 5) > 0.8).float())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    training = onward.from_torch(net, inputs, loss=nn.CrossEntropyLoss(), optimizer=optimizer, probe=False)
+    module = onward.to_torch(training, live=False).module
+    torch.testing.assert_close(module.eval()(*inputs), net.eval()(*inputs), rtol=1e-5, atol=1e-6)
+    assert list(module.state_dict()) == list(net.state_dict())
+    text = inspect.getsource(type(module))
+    assert "for block in self.layers:\n            x = block(x, " in text
+    assert "self.layers = nn.ModuleList(Layer() for _ in range(3))" in text
+    assert module.layers[2].dropout.p == 0.25
+    assert not torch.equal(module.train()(*inputs), module(*inputs))
 
 
 @pytest.mark.slow

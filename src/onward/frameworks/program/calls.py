@@ -195,6 +195,8 @@ class LoopStep(ProgramStep):
     """Carried values inside the loop, one per argument."""
     new: list[Value] = dataclasses.field(default_factory=list)
     """Carried values at the end of an iteration."""
+    over: str = ""
+    """List of modules, each a `block` (default: the loop is over `numbers`)."""
 
     def values(self) -> Iterable[Value]:  # type: ignore[override]
         inside = {*self.inner, *(value for step in self.steps for value in step.results)}

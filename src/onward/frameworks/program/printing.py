@@ -271,7 +271,7 @@ class FunctionWriter:
         lines = inner.lines()
         moved = [(n, m) for n, v in zip(names, step.new, strict=True) if (m := inner.name(v).text) != n]
         begin, end = step.numbers.start, step.numbers.stop
-        yield f"for i in range({f'{begin}, ' if begin else ''}{end}):"
+        yield f"for block in {step.over}:" if step.over else f"for i in range({f'{begin}, ' if begin else ''}{end}):"
         yield from (f"    {line}" for line in lines)
         if moved:
             yield f"    {', '.join(n for n, _ in moved)} = {', '.join(m for _, m in moved)}"

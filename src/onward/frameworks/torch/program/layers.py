@@ -120,6 +120,8 @@ class Structure:
         self._layers: dict[str, TorchLayer] = {}
         """Layers by path."""
         self._modules = dict(live.named_modules())
+        self.lists: dict[str, str] = {}
+        """Lists of equal modules by path -> expressions that create them."""
         main: dict[int, str] = {}
         tensors = (*live.named_parameters(remove_duplicate=False), *live.named_buffers(remove_duplicate=False))
         self._aliases = {path: main.setdefault(id(tensor), path) for path, tensor in tensors}
@@ -170,6 +172,14 @@ class Structure:
         is_free = _METHODS.isdisjoint([*names, *module._parameters, *module._buffers])
         return "nn.ModuleDict" if is_free and not all(map(is_identifier, names)) else "nn.Module"
 
+    def length(self, path: str) -> int:
+        """Return the number of modules of a list; 0 for others."""
+        return len(self._modules[path]._modules) if self.container(path) == "nn.ModuleList" else 0
+
+    def lines_of(self, path: str, values: dict[str, str]) -> list[str]:
+        """Return lines that create what is in a module, which is `self` there."""
+        return [line.replace(self.access(path), "self") for line in self._lines(path, values)]
+
     def lines(self, values: dict[str, str]) -> Iterator[str]:
         """Yield lines that create all modules and tensors. `values` has expressions for buffers."""
         yield from self._lines("", values)
@@ -192,14 +202,14 @@ class Structure:
         for name, _ in module.named_children():
             inner = _join_path(path, name)
             layer = self._layers.get(inner)
-            value = layer.expression if layer is not None else f"{self.container(inner)}()"
+            value = layer.expression if layer is not None else self.lists.get(inner, f"{self.container(inner)}()")
             if container == "nn.ModuleList":
                 yield f"{owner}.append({value})"
             elif container == "nn.ModuleDict":
                 yield f"{self.access(inner)} = {value}"
             else:
                 yield _assignment(owner, name, value, "add_module")
-            if layer is None:
+            if layer is None and inner not in self.lists:
                 yield from self._lines(inner, values)
 
     def _frozen(self) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from onward.frameworks.program.source_text import Identifiers, identifier, liter
 from onward.frameworks.torch import exact
 from onward.frameworks.torch.arguments import defaults_of
 from onward.frameworks.torch.module import OnnxModule
+from onward.frameworks.torch.program.blocks import Block, fold_blocks
 from onward.frameworks.torch.program.expressions import TorchPrinter
 from onward.frameworks.torch.program.layers import F_, Structure, layer_of
 from onward.frameworks.torch.program.operators import ForwardCalls, collapse
@@ -24,7 +26,7 @@ from onward.frameworks.torch.program.recording import TRAINING
 
 _ROLES = {"torch.nn.functional.scaled_dot_product_attention": ("q", "k", "v", "mask")}
 """Usual names of arguments of functions."""
-_FILE_NAMES = ("torch", "nn", "F", "math", "Tensor", "population_batch_norm")
+_FILE_NAMES = ("torch", "nn", "F", "math", "Tensor", "population_batch_norm", "block")
 """Names of the file that `forward` may read."""
 _SHORT = 12
 """Number of elements up to which a constant is written into the program, not the state file."""
@@ -98,27 +100,32 @@ class ClassWriter:
         self._outputs = outputs
         """Arguments that are entries of a first one, `outputs`: those of a loss."""
         self._structure = Structure(live)
+        self._class_names = Identifiers([*_FILE_NAMES, name, "Model", "Loss", "LRScheduler"])
         self._names = Names({*dir(nn.Module()), *(path.partition(".")[0] for path in live.state_dict())})
         self._dropouts: dict[float, str] = {}
         self._buffers: dict[Value, str] = {}
         self._constants: dict[str, torch.Tensor] = {}
         self._literals: dict[str, str] = {}
         self._helpers: list[Any] = []
+        self._layers: dict[ProgramStep, str] = {}
+        """Calls of layers -> their paths."""
 
     def source(self) -> ModelSource:
         """Return the class. The calls of the program become calls of layers."""
         steps = [self._called(step) for step in self._program.steps]
         self._program.steps = without_unused(steps, list(self._program.outputs.values()))
-        forward = list(_forward_lines(self._program, self._access))
         persistent = self._live.state_dict().keys()
         for path, buffer in self._live.named_buffers():
             if path not in persistent:
                 self._add_constant(path, buffer.detach().cpu())
+        self._program.steps, blocks = fold_blocks(self._program, self._structure, self._layers, self._literals)
+        classes = [self._block_class(block) for block in blocks]
+        forward = list(_forward_lines(self._program, self._access))
         body = [
             "super().__init__()",
             *self._structure.lines(self._literals),
             *(self._buffer_line(value, name) for value, name in self._buffers.items()),
-            *(f"self.{name} = nn.Dropout({number(ratio)})" for ratio, name in self._dropouts.items()),
+            *self._dropout_lines(self._program.steps),
         ]
         names = dict(zip((value.name for value in self._program.inputs), argument_names(self._program), strict=True))
         entries = [f"{names.pop(name)} = outputs[{quote(name)}]" for name in self._outputs if name in names]
@@ -134,7 +141,30 @@ class ClassWriter:
             *(f"        {line}" for line in entries),
             *(f"        {line}" for line in forward),
         ]
-        return ModelSource("\n".join(lines), self._constants, self._helpers)
+        return ModelSource("\n\n\n".join([*classes, "\n".join(lines)]), self._constants, self._helpers)
+
+    def _block_class(self, block: Block) -> str:
+        """Return the class of blocks, and let the model create a list of them."""
+        first = f"{block.path}.0"
+        name = self._class_names.like(re.sub(r"[^a-zA-Z]", "", block.path.rpartition(".")[2].removesuffix("s").title()))
+        self._structure.lists[block.path] = f"nn.ModuleList({name}() for _ in range({block.count}))"
+        inside = self._structure.access(first)
+        forward = _forward_lines(block.program, lambda value: self._access(value).replace(inside, "self", 1))
+        body = ["super().__init__()", *self._structure.lines_of(first, self._literals)]
+        lines = [
+            f"class {name}(nn.Module):",
+            "    def __init__(self) -> None:",
+            *(f"        {line}" for line in [*body, *self._dropout_lines(block.program.steps)]),
+            "",
+            f"    def forward(self{''.join(f', {x}: Tensor' for x in argument_names(block.program))}) -> Tensor:",
+            *(f"        {line}" for line in forward),
+        ]
+        return "\n".join(lines)
+
+    def _dropout_lines(self, steps: Sequence[ProgramStep]) -> list[str]:
+        called = {step.function for step in steps}
+        names = {name: ratio for ratio, name in self._dropouts.items() if f"self.{name}" in called}
+        return [f"self.{name} = nn.Dropout({number(ratio)})" for name, ratio in names.items()]
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +181,9 @@ class ClassWriter:
             if layer.expression.startswith(exact.PopulationBatchNorm.__name__):
                 self._helpers.append(exact.PopulationBatchNorm)
             step.pattern = layer.pattern
-            return _replaced(step, self._structure.access(path), layer.inputs)
+            call = _replaced(step, self._structure.access(path), layer.inputs)
+            self._layers[call] = path
+            return call
         if step.function.startswith("nn.BatchNorm"):
             arguments = [*step.arguments, TRAINING, step.named["momentum"], step.named["eps"]]
             if step.function.endswith("sample"):
