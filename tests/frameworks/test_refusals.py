@@ -74,27 +74,43 @@ class TestTorch:
             from_torch(module)()
 
     def test_derivatives_of_their_own(self):
-        """A gradient reversal has the forward pass of an identity."""
+        """Gradients that are clipped in `backward`, and that it computes outside of PyTorch."""
+        t = torch()
 
-        class Reversal(torch().autograd.Function):
+        class Clipped(t.autograd.Function):
             @staticmethod
             def forward(ctx, x):
                 return x.clone()
 
             @staticmethod
             def backward(ctx, slope):
-                return -slope
+                return slope.clamp(-1, 1)
 
-        module = of_forward(lambda layer, x: Reversal.apply(layer(x)))
-        refused(from_torch(module), UnsupportedError, "`Reversal`", "test_refusals.py, line", hint="detach")
+        class Outside(Clipped):
+            @staticmethod
+            def backward(ctx, slope):
+                return t.from_numpy(slope.numpy())
+
+        refused(
+            from_torch(of_forward(lambda layer, x: Clipped.apply(layer(x)))), UnsupportedError, "not linear",
+            hint="training loop",
+        )  # fmt: skip
+        refused(
+            from_torch(of_forward(lambda layer, x: Outside.apply(layer(x)))), UnsupportedError, "`Outside`",
+            "test_refusals.py, line", hint="detach",
+        )  # fmt: skip
+
+    def test_operators_that_onnx_lacks(self):
+        module = of_forward(lambda layer, x: layer(torch().linalg.pinv(x).mT))
+        refused(from_torch(module), UnsupportedError, "ONNX has no operators for `aten.linalg", hint="as an input")
 
     def test_numbers_that_python_draws(self):
         module = of_forward(lambda layer, x: layer(x) if random.random() < 2 else x)
         refused(from_torch(module), UnsupportedError, "draws random numbers from `random`", hint="dropout")
 
     def test_other_random_numbers(self):
-        module = of_forward(lambda layer, x: layer(x + torch().randn_like(x)))
-        refused(from_torch(module), UnsupportedError, "random numbers other than for dropout", hint="as an input")
+        module = of_forward(lambda layer, x: layer(x[:, torch().multinomial(torch().ones(5), 5)]))
+        refused(from_torch(module), UnsupportedError, "draws random numbers by `multinomial`", hint="argsort")
 
     def test_layers(self):
         nn = torch().nn

@@ -43,6 +43,7 @@ from onward.recipe.spec import Spec, arguments
 from onward.recipe.step_builder import StepBuilder
 from onward.recipe.trainable import Selection, as_patterns, roles, select
 from onward.recipe.training_mode import (
+    NEXT_KEY,
     bind_statistics,
     fix_statistics,
     functions_to_inline,
@@ -135,7 +136,8 @@ class Recipe(Fields, StepOptions):
         changed = augmentation.changed if augmentation else {}
         if self.batch_norm == "frozen":
             fix_statistics(model.graph)
-        trained = training_forward(builder, watched, selection.choices, self.variance, changed)
+        replacing = [value for value in model.outputs if NEXT_KEY in value.metadata_props]
+        trained = training_forward(builder, [*watched, *replacing], selection.choices, self.variance, changed)
         loss: Expr | None = None
         if summands:
             loss = objective.scalar(objective.build(builder, summands, predictions, trained, self.sample_weight))

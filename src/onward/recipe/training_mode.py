@@ -33,6 +33,8 @@ from onward.transform.context import Context
 from onward.transform.quantized import RANGE_KEY, STORED_KEY
 from onward.transform.training import FIXED_KEY, ORIGIN_KEY, PART_KEY
 
+NEXT_KEY = "train.next"
+"""Mark of values that replace statistics: a step computes them in training mode, as what its loss reads."""
 SWITCHED = {"Dropout", "BatchNormalization"}
 """Operators that compute something else in training than in inference."""
 

@@ -23,6 +23,7 @@ from onward.recipe.optimizers import FunctionOptimizer, optimizer
 from onward.recipe.optimizers.graph_optimizer import COUNT, RATE, gradient_of
 from onward.recipe.prepare import prepare
 from onward.recipe.spec import Spec
+from onward.recipe.training_mode import NEXT_KEY
 from onward.rules.quantization import rounds, rounds_only_in_pairs
 from onward.run_state.completeness import differences
 from onward.run_state.reading import LossTerm, base_name, computing_node, read_training
@@ -62,6 +63,8 @@ def to_training_model(run: RunState) -> Model:
         _bind(model, name, new)
     if run.updates:
         outputs = {value.name for value in run.model.outputs}
+        for value in model.outputs:
+            value.metadata_props.pop(NEXT_KEY, None)
         model.graph.outputs[:] = [value for value in model.outputs if value.name in outputs]
         stamp(model)
     return model
@@ -72,7 +75,10 @@ def _with_outputs(model: Model, names: Collection[str]) -> Model:
     if not names:
         return model
     model, outputs = model.copy(), {value.name for value in model.outputs}
-    model.graph.outputs.extend(v for v in values(model.graph) if v.name in names and v.name not in outputs)
+    for value in [value for value in values(model.graph) if value.name in names]:
+        value.metadata_props[NEXT_KEY] = "1"
+        if value.name not in outputs:
+            model.graph.outputs.append(value)
     return model
 
 

@@ -15,6 +15,8 @@ from torch.nn import functional as F  # noqa: E402
 from torch_nets import Net, step  # noqa: E402
 
 from onward.frameworks.torch.arguments import Flat  # noqa: E402
+from onward.runtime.sessions import evaluate  # noqa: E402
+from onward.transform.training import without_steps  # noqa: E402
 
 pytestmark = [needs("torch", "onnxscript"), pytest.mark.usefixtures("one_torch_thread")]
 
@@ -132,6 +134,69 @@ def weight_norm():
     return nn.Sequential(norm(nn.Linear(5, 8)), nn.ReLU(), norm(nn.Linear(8, 3))), (torch.randn(4, 5),)
 
 
+class Center(nn.Module):
+    """A running mean that the forward pass reads and changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+def changing():
+    """Buffers that the forward pass changes: of a spectral norm, of statistics, and of a layer of its own."""
+    norm = nn.utils.parametrizations.spectral_norm
+    statistics = nn.InstanceNorm1d(2, affine=True, track_running_stats=True)
+    layers = norm(nn.Linear(5, 8)), Center(), nn.Unflatten(1, (2, 4)), statistics, nn.Flatten(), norm(nn.Linear(8, 3))
+    return nn.Sequential(*layers), (torch.randn(4, 5),)
+
+
+def orthogonal():
+    norm = nn.utils.parametrizations.orthogonal
+    return nn.Sequential(norm(nn.Linear(5, 5)), nn.Tanh(), norm(nn.Linear(5, 3))), (torch.randn(4, 5),)
+
+
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, slope):
+        return -ctx.factor * slope, None
+
+
+class Rotation(torch.autograd.Function):
+    """Two inputs and results, with a context that is set up by itself and a derivative that reads it."""
+
+    @staticmethod
+    def forward(x, angle):
+        return x * angle.cos(), x * angle.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, first, second):
+        x, angle = ctx.saved_tensors
+        return first * angle.cos() + second * angle.sin(), 2 * x * (second * angle.cos() - first * angle.sin())
+
+
+def own_derivatives():
+    def compute(self, x):
+        hidden = Reversal.apply(self.into(x), 0.5)
+        return self.out(sum(Rotation.apply(hidden, torch.tanh(hidden))))
+
+    return Net(compute, into=nn.Linear(5, 8), out=nn.Linear(8, 3)), (torch.randn(4, 5),)
+
+
 def tied():
     def compute(self, x):
         return self.back(torch.tanh(self.hidden(self.table(x)))).mean(1)
@@ -184,8 +249,21 @@ def ended():
     return Net(compute, into=nn.Linear(5, 5), out=nn.Linear(5, 3)), (torch.randn(4, 5),)
 
 
-QUICK = [attention_without_heads, bags, ended]
-SLOW = [attention, cell, encoder, in_place, nested, recurrent, tied, transformer, unet, weight_norm]
+QUICK = [attention_without_heads, bags, ended, own_derivatives]
+SLOW = [
+    attention,
+    cell,
+    changing,
+    encoder,
+    in_place,
+    nested,
+    orthogonal,
+    recurrent,
+    tied,
+    transformer,
+    unet,
+    weight_norm,
+]
 
 
 @pytest.mark.slow("bags")
@@ -249,6 +327,40 @@ def test_stochastic_depth(is_rounded):
     torch.testing.assert_close(module.eval()(x), net.eval()(x))
     left_out = (module.train()(x) == net[2].bias).all(1).float().mean()
     assert left_out.item() == pytest.approx(0.25, abs=0.05)
+
+
+def test_buffers_in_inference():
+    """A spectral norm computes another matrix in inference, and statistics take the place of those of the sample."""
+    net, (x,) = changing()
+    given = {"loss": nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.1)}
+    training = onward.from_torch(net, x, **given)
+    with torch.no_grad():
+        expected = net.eval()(x).numpy()
+    (found,) = evaluate(without_steps(training), {"input": x.numpy()})
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.slow("uniform", "permutation")
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(lambda x: x + torch.randn_like(x), id="normal"),
+        pytest.param(lambda x: x + torch.empty_like(x).uniform_(-1, 2), id="uniform"),
+        pytest.param(lambda x: F.gumbel_softmax(x, hard=True), id="gumbel"),
+        pytest.param(lambda x: x * torch.bernoulli(x.sigmoid()), id="bernoulli"),
+        pytest.param(lambda x: x[:, torch.randperm(8)] * torch.randint(1, 4, (8,)), id="permutation"),
+    ],
+)
+def test_random_numbers(draw):
+    """The comparison of `from_torch` has the same numbers on both sides; a run draws others at each step."""
+    net = Net(lambda self, x: self.out(draw(self.into(x))), into=nn.Linear(5, 8), out=nn.Linear(8, 3))
+    given = {"loss": nn.MSELoss(), "optimizer": torch.optim.SGD(net.parameters(), lr=0.0)}
+    training = onward.from_torch(net, torch.randn(64, 5), **given)
+    rng = np.random.default_rng(0)
+    batch = {"inputs_0": rng.random((64, 5), np.float32), "target": rng.random((64, 3), np.float32)}
+    with start(training, threads=1) as engine:
+        losses = {float(engine.step(batch)[engine.loss]) for _ in range(4)}
+    assert len(losses) == 4
 
 
 def test_dropout_that_is_called():

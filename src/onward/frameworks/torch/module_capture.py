@@ -19,6 +19,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils import _pytree as pytree
 
@@ -51,8 +52,6 @@ _PREFIX = "module."
 """Prefix of names in the exported graph."""
 _INSIDE = ("_orig_mod", "_original_module")
 """Attributes in which `torch.compile` and Lightning Fabric keep a module."""
-_RANDOM = {"Bernoulli", "Multinomial"}
-"""Operators that draw what steps do not."""
 
 
 def capture_module(module: nn.Module, example_inputs: Any, dynamic_shapes: Mapping[str, Any] | None = None) -> Model:
@@ -81,15 +80,15 @@ def captured_in_place(
     into_training(module)
     _check(module)
     flat = Flat(module, example_inputs)
-    model, changed = export(flat, dynamic_shapes)
-    flat.updated = _own_buffers(module, changed)
+    with _assigned_buffers(module) as assigned:
+        model, changed = export(flat, dynamic_shapes)
+    flat.updated = _own_buffers(module, [*changed, *assigned])
     if flat.updated:
         with _in_both_modes(_switched_layers(flat)):
             model, _ = export(flat, dynamic_shapes)
         del model.graph.outputs[-len(flat.updated) :]
     _restore(model, module)
     _switch(model, module)
-    _check_graph(model)
     return model, {name: f"{name}/next" for name in flat.updated}
 
 
@@ -273,7 +272,25 @@ def _own_buffers(module: nn.Module, changed: Iterable[str]) -> list[str]:
     """Return the changed buffers that are not statistics of a BatchNormalization."""
     suffixes = ("running_mean", "running_var", COUNTER)
     expected = {f"{prefix}{suffix}" for prefix, _ in _normalizations(module) for suffix in suffixes}
-    return [name for name in (name.removeprefix(_PREFIX) for name in changed) if name not in expected]
+    names = dict.fromkeys(name.removeprefix(_PREFIX) for name in changed)
+    return [name for name in names if name not in expected]
+
+
+@contextlib.contextmanager
+def _assigned_buffers(module: nn.Module) -> Iterator[dict[str, None]]:
+    """Collect the buffers to which layers assign tensors. The exporter sees only changes in place."""
+    prefixes = {id(layer): f"{name}." if name else "" for name, layer in module.named_modules()}
+    assigned: dict[str, None] = {}
+
+    def note(layer: nn.Module, name: str, _: Any) -> None:
+        if id(layer) in prefixes and isinstance(layer._buffers.get(name), torch.Tensor):
+            assigned[prefixes[id(layer)] + name] = None
+
+    hook = register_module_buffer_registration_hook(note)
+    try:
+        yield assigned
+    finally:
+        hook.remove()
 
 
 def _switched_layers(flat: Flat) -> list[nn.Module]:
@@ -359,16 +376,6 @@ def refuse_updates(updates: Iterable[str]) -> None:
         problems.add(
             f"its forward pass changes the buffer `{name}`",
             f"return it, and keep it in the loop; or let the layer keep it: `{owner}.eval()`",
-        )
-    problems.refuse()
-
-
-def _check_graph(model: Model) -> None:
-    problems = Problems("the module")
-    if any(node.op_type in _RANDOM for node in model.graph.all_nodes()):
-        problems.add(
-            "it draws random numbers other than for dropout",
-            "pass them as an input, or use `nn.Dropout` or stochastic depth in its usual form",
         )
     problems.refuse()
 

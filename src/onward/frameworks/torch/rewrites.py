@@ -66,6 +66,9 @@ def _refuse_untranslated(program: ExportedProgram) -> None:
         for argument, hint in _UNTRANSLATED.get(node.target, {}).items():
             if arguments[argument]:
                 problems.add(f"`{name}` has {argument}={arguments[argument]}", hint)
+        if node.target is aten.multinomial.default:
+            hint = "draw rows of equal weight by `torch.rand(n).argsort()[:k]`, or pass the rows as an input"
+            problems.add("it draws random numbers by `multinomial`", hint)
         if node.target is aten.multilabel_margin_loss.default:
             problems.add("`multilabel_margin_loss` is exported with wrong values", "use `multilabel_soft_margin_loss`")
         scales = arguments["scale_factors"] if node.target in _ANTIALIASED else None
