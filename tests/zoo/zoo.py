@@ -182,6 +182,8 @@ class WrongError(Exception):
 
 
 _RELATIVE = 1e-4
+_OF_LOGARITHMS = 4 * float(np.finfo(np.float32).eps)
+"""Rounding of a loss near 0, such as a cross entropy: a difference of numbers that are not small."""
 _CHANGE = 1e-3
 """Of the largest change of a tensor."""
 _LEAST = 1e-8
@@ -194,7 +196,7 @@ def compare(run: Run, losses: Sequence[float], weights: Arrays) -> None:
     """Raise if losses, or weights after the steps, differ from the framework's."""
     for step, (ours, theirs) in enumerate(zip(losses, run.losses, strict=True)):
         moved = max((abs(other[step] - theirs) for other, _ in run.moved), default=0.0)
-        if not abs(ours - theirs) <= max(_RELATIVE * max(abs(theirs), 1e-3), _SURE * moved):
+        if not abs(ours - theirs) <= max(_RELATIVE * abs(theirs), _OF_LOGARITHMS, _SURE * moved):
             raise WrongError(f"the loss of step {step + 1} is {ours:.7g}, not {theirs:.7g}")
     top = max(map(largest, run.gradients.values()), default=0.0)
     for name, theirs in run.weights.items():

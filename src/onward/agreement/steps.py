@@ -5,10 +5,11 @@ Dropout is removed, because no two frameworks draw the same numbers.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,6 +86,7 @@ def compare_steps(
     noise: dict[str, np.ndarray] = {}
     done: list[Arrays] = []
     with start(model, **options) as running:
+        begin = running.state()
         for number, batch in enumerate(itertools.islice(batches, comparable), 1):
             done.append({name: batch[name] for name in running.inputs})  # the loss may not depend on all
             gradients = gradients_of(running, done[-1])
@@ -95,33 +97,42 @@ def compare_steps(
                 theirs = theirs._replace(loss=float(loss))
             actual = {LOSS: np.asarray(loss), **running.state()}
             expected = {LOSS: np.asarray(theirs.loss), **theirs.weights}
-            try:
-                compare(actual, expected, ignored=noise, when=f"after step {number} ")
-            except MismatchError as error:
-                mismatch = error
-                for moved in _follow_last_digits(model, options, done, actual):
-                    if number > 1 and moved[LOSS] > _SENSITIVE:
-                        return
-                    certain = {
-                        name: x
-                        for name, x in expected.items()
-                        if name not in moved or _is_certain(actual[name], x, moved[name], is_loss=name == LOSS)
-                    }
-                    try:
-                        compare(actual, certain, ignored=noise, when=f"after step {number} ")
-                        break
-                    except MismatchError as error:
-                        mismatch = error
-                else:
-                    raise mismatch
+            errors = _errors(compare, actual, expected, noise, f"after step {number} ")
+            if errors:
+                moved = dict.fromkeys([LOSS, *errors], 0.0)
+                with contextlib.closing(_other_steps(running, begin, done)) as steps:
+                    for other in steps:
+                        moved = {name: max(far, distance(actual[name], other[name])) for name, far in moved.items()}
+                        if number > 1 and moved[LOSS] > _SENSITIVE:
+                            return
+                        errors = {
+                            name: error
+                            for name, error in errors.items()
+                            if _is_certain(actual[name], expected[name], moved[name], is_loss=name == LOSS)
+                        }
+                        if not errors:
+                            break
+            for error in errors.values():
+                raise error
             if number == 1:
-                _compare_gradients(gradients, theirs.gradients, compare, model, options, done[0])
+                _compare_gradients(gradients, theirs.gradients, compare, running, begin, done[0])
             shared = noise.keys() & actual.keys() & expected.keys()
             running.load_state({n: np.where(noise[n], expected[n], actual[n]).astype(actual[n].dtype) for n in shared})
 
 
+def _errors(compare: Sides, ours: Arrays, theirs: Arrays, noise: Arrays, when: str) -> dict[str, MismatchError]:
+    """Return the error of each tensor that differs."""
+    errors = {}
+    for name in theirs.keys() & ours.keys():
+        try:
+            compare(ours, {name: theirs[name]}, ignored=noise, when=when)
+        except MismatchError as error:
+            errors[name] = error
+    return {name: errors[name] for name in theirs if name in errors}
+
+
 def _compare_gradients(
-    ours: Arrays, theirs: Arrays, compare: Sides, model: Model, options: dict[str, Any], batch: Arrays
+    ours: Arrays, theirs: Arrays, compare: Sides, running: Engine, begin: Arrays, batch: Arrays
 ) -> None:
     """Raise if gradients differ: small learning rates and adaptive optimizers hide that in the weights.
 
@@ -134,23 +145,17 @@ def _compare_gradients(
     rounding = ROUNDINGS * max((epsilon_of(x.dtype) for x in theirs.values()), default=0.0) * top
     tolerance = dataclasses.replace(compare.tolerance, least=rounding / compare.tolerance.relative)
     compare = dataclasses.replace(compare, tolerance=tolerance, describe="the gradient of `{}`".format)
-    try:
-        compare(ours, theirs, when="in step 1 ")
-    except MismatchError as error:
-        mismatch = error
-    else:
-        return
-    moved = dict.fromkeys(ours, 0.0)
-    with start(model, **options) as running:
-        for _ in _with_other_last_digits(running):
-            others = running.gradients(batch)
-            moved = {name: max(moved[name], distance(array, others[name])) for name, array in ours.items()}
-            certain = {n: x for n, x in theirs.items() if n in ours and distance(ours[n], x) > _BEYOND_DOUBT * moved[n]}
-            try:
-                return compare(ours, certain, when="in step 1 ")
-            except MismatchError as error:
-                mismatch = error
-    raise mismatch
+    errors = _errors(compare, ours, theirs, {}, "in step 1 ")
+    moved = dict.fromkeys(errors, 0.0)
+    if errors:
+        with contextlib.closing(_with_other_last_digits(running, begin, lambda: running.gradients(batch))) as shaken:
+            for others in shaken:
+                moved = {name: max(far, distance(ours[name], others[name])) for name, far in moved.items()}
+                errors = {n: e for n, e in errors.items() if distance(ours[n], theirs[n]) > _BEYOND_DOUBT * moved[n]}
+                if not errors:
+                    return
+    for error in errors.values():
+        raise error
 
 
 def _is_certain(ours: np.ndarray, theirs: np.ndarray, moved: float, *, is_loss: bool) -> bool:
@@ -158,35 +163,35 @@ def _is_certain(ours: np.ndarray, theirs: np.ndarray, moved: float, *, is_loss: 
     return (is_loss or moved <= _SENSITIVE) and distance(ours, theirs) > _BEYOND_DOUBT * moved
 
 
-def _follow_last_digits(
-    model: Model, options: dict[str, Any], batches: Sequence[Arrays], found: Arrays
-) -> Iterator[dict[str, float]]:
-    """Yield how far perturbed weights have moved each value so far: in deep networks differences grow."""
-    moved = dict.fromkeys(found, 0.0)
-    for other in steps_with_other_last_digits(model, options, batches):
-        moved = {name: max(moved[name], distance(array, other[name])) for name, array in found.items()}
-        yield moved
-
-
 def steps_with_other_last_digits(
     model: Model, options: Mapping[str, Any], batches: Sequence[Arrays]
 ) -> Iterator[Arrays]:
     """Yield the last loss and the state after steps from perturbed weights."""
     with start(model, **options) as running:
-        for _ in _with_other_last_digits(running):
-            losses = [running.step(batch)[running.loss] for batch in batches]
-            yield {LOSS: np.asarray(losses[-1]), **running.state()}
+        yield from _other_steps(running, running.state(), batches)
 
 
-def _with_other_last_digits(running: Engine) -> Iterator[None]:
-    """Load the present state with perturbed weights, `_SHAKES` times."""
-    rng = generator(0)
-    state = running.state()
-    weights = {entry.name: entry.array for entry in running.states() if entry.role == "parameter"}
-    for _ in range(_SHAKES):
-        shaken = {name: x * (1 + _SHAKE * rng.uniform(-1, 1, x.shape)) for name, x in weights.items()}
-        running.load_state(state | {name: array.astype(weights[name].dtype) for name, array in shaken.items()})
-        yield
+def _other_steps(running: Engine, begin: Arrays, batches: Sequence[Arrays]) -> Generator[Arrays, None, None]:
+    def steps() -> Arrays:
+        losses = [running.step(batch)[running.loss] for batch in batches]
+        return {LOSS: np.asarray(losses[-1]), **running.state()}
+
+    return _with_other_last_digits(running, begin, steps)
+
+
+def _with_other_last_digits(
+    running: Engine, begin: Arrays, compute: Callable[[], Arrays]
+) -> Generator[Arrays, None, None]:
+    """Yield `_SHAKES` times what is computed from a state with perturbed weights; load the present one again."""
+    rng, now = generator(0), running.state()
+    weights = {entry.name: begin[entry.name] for entry in running.states() if entry.role == "parameter"}
+    try:
+        for _ in range(_SHAKES):
+            shaken = {name: x * (1 + _SHAKE * rng.uniform(-1, 1, x.shape)) for name, x in weights.items()}
+            running.load_state({**begin, **{name: array.astype(weights[name].dtype) for name, array in shaken.items()}})
+            yield compute()
+    finally:
+        running.load_state(now)
 
 
 def _describe(name: str) -> str:
