@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from arrival.features import Feature, drafted, features
-from arrival.targets import TARGETS, on_engine
+from arrival.targets import TARGETS, jax_functions, on_engine, tensorflow_module
 from arrival.trial import tried
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -165,21 +165,14 @@ def test_each_of_two_steps_is_there_on_engines(name: str) -> None:
     np.testing.assert_allclose(found, on_engine("onnxruntime", threads=1)(alone, same), rtol=1e-5)
 
 
-@needs("tensorflow")
-def test_one_of_two_steps_by_its_number() -> None:
+@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("jax", "tensorflow")])
+def test_one_of_two_steps_by_its_number(target: str) -> None:
     """It is carried where that is asked for, with what the other one changes."""
     draft = drafted(features()["two steps"])
     model = draft.model()
-    module = onward.to_tensorflow(model, step=1)
     batches = draft.batches(model, 1)
-    found = [float(module.train_step(*batch.values())["loss"]) for batch in batches]
+    found = {"jax": jax_functions, "tensorflow": tensorflow_module}[target](model, batches, 1)
     np.testing.assert_allclose(found, on_engine("onnxruntime", 1, threads=1)(model, batches), rtol=1e-5)
-
-
-@needs("jax", "optax")
-def test_what_another_step_changes_has_no_place_in_jax() -> None:
-    with pytest.raises(UnsupportedError, match=r"no place for: fc1\.weight"):
-        onward.to_jax(drafted(features()["two steps"]).model(), step=1)
 
 
 @pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("torch", "keras")])

@@ -138,8 +138,9 @@ class Model:
 
     @checked()
     def initializer(self, name: str, step: int = 0) -> ir.Value:
-        """Return an initializer by name: of the inference graph, else of a step's algorithm."""
-        tables = [self.graph.initializers, *([self.step(step).algorithm.initializers] if self.steps else [])]
+        """Return an initializer by name: of the inference graph, else of this step, else of another step."""
+        steps = [self.step(step), *self.steps] if self.steps else []
+        tables = [self.graph.initializers, *(each.algorithm.initializers for each in steps)]
         for initializers in tables:
             if name in initializers:
                 return initializers[name]

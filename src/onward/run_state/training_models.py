@@ -130,7 +130,7 @@ def step_of(model: Model, requested: int | None = None) -> int:
             hint="prepare it first: `onward prepare model.onnx --loss cross_entropy`, or `onward.prepare`",
         )
     if requested is None and len(model.steps) > 1:
-        names = ", ".join(f"`{step.algorithm.name}`" for step in model.steps)
+        names = ", ".join(f"`{name}`" for name in step_names(model))
         raise UnsupportedError(
             f"the training model has {len(model.steps)} steps ({names}), and frameworks run one",
             hint="name one with `step=...`, or run all: `onward.engines.start(model, engine=...)`",
@@ -147,6 +147,12 @@ def only_step_of(model: Model, requested: int | None = None) -> int:
             hint="`onward.to_tensorflow(training, step=...)` keeps them; so does every engine: `onward.engines.start`",
         )
     return index
+
+
+def step_names(model: Model) -> list[str]:
+    """Return the names of the steps; `step<index>` for one without a name of its own."""
+    names = [step.algorithm.name or "" for step in model.steps]
+    return [name if name and names.count(name) == 1 else f"step{index}" for index, name in enumerate(names)]
 
 
 def one_step_of(model: Model, index: int) -> tuple[Model, dict[str, str]]:

@@ -113,10 +113,10 @@ def _fitted(made: Any, model: Model, batches: Sequence[Arrays]) -> list[float]:
     return losses
 
 
-def jax_functions(model: Model, batches: Sequence[Arrays]) -> list[float]:
+def jax_functions(model: Model, batches: Sequence[Arrays], step: int = 0) -> list[float]:
     import jax
 
-    carried = onward.to_jax(model)
+    carried = onward.to_jax(model, step=step)
     return _stepped(jax.jit(carried.step), carried.state, batches)
 
 
@@ -145,8 +145,8 @@ def _imported(path: Path) -> Any:
     return module
 
 
-def tensorflow_module(model: Model, batches: Sequence[Arrays]) -> list[float]:
-    module = onward.to_tensorflow(model)
+def tensorflow_module(model: Model, batches: Sequence[Arrays], step: int = 0) -> list[float]:
+    module = onward.to_tensorflow(model, step=step)
     return [float(module.train_step(**batch)["loss"]) for batch in batches]
 
 

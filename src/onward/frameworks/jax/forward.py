@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -33,7 +33,7 @@ from onward.model.state import STEP, states
 from onward.recipe.spec import Spec
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState
-from onward.run_state.training_models import from_training_model, one_step_of, step_of
+from onward.run_state.training_models import from_training_model, one_step_of, step_names, step_of
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
 from onward.transform.training import keep_only
@@ -104,16 +104,23 @@ def to_jax(training: Source, *, step: int | None = None, probe: bool = True) -> 
     if not model.steps and step is None:
         return _model(model, probe)
     model = of_one_opset(model)
-    if len(model.steps) == 1:
-        parts = TrainingParts(model)
-        state, tx, loss, one_step = parts.objects(probe)
-        return JaxTraining(one_step, state, parts.apply(), loss, tx, lambda state: parts.training(state, tx))
-    return _several(model, range(len(model.steps)) if step is None else [step_of(model, step)], probe)
+    if step is None and len(model.steps) > 1:
+        return _several(model, probe)
+    index = step_of(model, step)
+    single, names = (model, None) if len(model.steps) == 1 else one_step_of(model, index)
+    parts = TrainingParts(single)
+    state, tx, loss, one_step = parts.objects(probe)
+
+    def training_of(state: Tree) -> Model:
+        after = parts.training(state, tx)
+        return after if names is None else _with_step(model, index, names, after)
+
+    return JaxTraining(one_step, state, parts.apply(), loss, tx, training_of)
 
 
-def _several(model: Model, indices: Sequence[int], probe: bool) -> JaxTraining:
-    """Return steps by name, with one state."""
-    steps = {model.steps[i].algorithm.name or f"step{i}": one_step_of(model, i) for i in indices}
+def _several(model: Model, probe: bool) -> JaxTraining:
+    """Return all steps by name, with one state."""
+    steps = {name: one_step_of(model, index) for index, name in enumerate(step_names(model))}
     weights = {s.name: None for single, _ in steps.values() for s in states(single) if s.role in _WEIGHTS}
     parts = {name: TrainingParts(single, weights) for name, (single, _) in steps.items()}
     objects = {name: each.objects(probe) for name, each in parts.items()}
@@ -123,11 +130,11 @@ def _several(model: Model, indices: Sequence[int], probe: bool) -> JaxTraining:
             state.setdefault(key, {}).update(value if key in _SHARED else {name: value})
     txs = {name: tx for name, (_, tx, _, _) in objects.items()}
 
-    def training(state: Tree) -> Model:
-        result = model.copy()
-        for i, (name, (_, names)) in zip(indices, steps.items(), strict=True):
-            for entry in states(parts[name].training(_state_of(state, name), txs[name])):
-                result.set(names.get(entry.name, entry.name), entry.array, i)
+    def training_of(state: Tree) -> Model:
+        result = model
+        for index, (name, (_, names)) in enumerate(steps.items()):
+            after = parts[name].training(_state_of(state, name), txs[name])
+            result = _with_step(result, index, names, after)
         return result
 
     return JaxTraining(
@@ -136,8 +143,16 @@ def _several(model: Model, indices: Sequence[int], probe: bool) -> JaxTraining:
         next(iter(parts.values())).apply(),
         {name: _loss_sharing(name, loss) for name, (_, _, loss, _) in objects.items()},
         txs,
-        training,
+        training_of,
     )
+
+
+def _with_step(model: Model, index: int, names: Mapping[str, str], after: Model) -> Model:
+    """Return a copy with the state of a step that was converted alone."""
+    result = model.copy()
+    for entry in states(after):
+        result.set(names.get(entry.name, entry.name), entry.array, index)
+    return result
 
 
 _WEIGHTS = ("parameter", "statistics")

@@ -28,7 +28,7 @@ from onward.lowering.contract import contract_of
 from onward.lowering.step import lower_for_framework
 from onward.model import Model, Source, load
 from onward.model.state import carried_state
-from onward.run_state.training_models import refuse_rounding, step_of
+from onward.run_state.training_models import refuse_rounding, step_names, step_of
 from onward.transform import inline
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
@@ -63,12 +63,13 @@ class InferenceModule(tf.Module):  # type: ignore[misc]
 class TrainingModule(InferenceModule):
     """Module that `to_tensorflow` returns for a training model. As a SavedModel it trains without Onward.
 
-    A step reads and changes its `state`.
+    A step reads and changes its `state`. For a training model with several steps, `train_step` and `evaluate` are
+    dictionaries by the name of the step.
     """
 
-    train_step: Callable[..., dict[str, Any]]
+    train_step: Any
     """Make an update, and return metrics and `loss`. A loss that is not finite changes no state."""
-    evaluate: Callable[..., dict[str, Any]]
+    evaluate: Any
     """Return the metrics and the outputs for a batch, in inference mode."""
     training_model: Callable[[], dict[str, Any]]
     """Return the training model as compressed ONNX, without the values of variables, and its step."""
@@ -89,7 +90,7 @@ def to_tensorflow(
     `tf.GradientTape` differentiates by `module.trainable_variables`.
 
     - `training`: a training model, or an inference model
-    - `step`: index of the step, for a training model with several
+    - `step`: index of the only step to convert (default: all, as `module.train_step["generator"](...)`)
     - `sizes`: fixed values of dynamic sizes by name, such as `{"N": 32}` (default: none fixed)
     - `probe`: compare the outputs of an inference model with those of ONNX Runtime (default: True)
     """
@@ -97,24 +98,33 @@ def to_tensorflow(
     if not model.steps and step is None:
         return _inference_module(model, dict(sizes or {}), probe)
     model = of_one_opset(model)
-    step = step_of(model, step)
+    indices = range(len(model.steps)) if step is None else [step_of(model, step)]
     refuse_rounding(model, in_pairs=True)
-    require_shapes(model, step, "TensorFlow")
+    for index in indices:
+        require_shapes(model, index, "TensorFlow")
     module = TrainingModule(name="training")
-    state = {slot.name: slot for slot in carried_state(model, step)}
+    slots = {index: carried_state(model, index) for index in indices}
+    own = [s.name for index in indices for s in slots[index] if s.name not in model.graph.initializers]
+    if shared := [name for name in own if own.count(name) > 1]:
+        raise UnsupportedError(f"several steps have their own state `{shared[0]}`", hint="name a step: `step=0`")
+    state = {slot.name: slot for index in indices for slot in slots[index]}
     frozen = {name: model.initializer(name) for name in frozen_weights(model) if name not in state}
     values = {name: slot.value for name, slot in state.items()}
     values |= {name: value for name, value in frozen.items() if framework.supports(_dtype(value))}
-    trainable = {name for name, slot in state.items() if slot.role == "parameter"}
+    trainable = {slot.name for index in indices for slot in slots[index] if slot.role == "parameter"}
     module.state = {name: _variable(name, value, name in trainable) for name, value in values.items()}
-    fixed = dict(sizes or {})
-    module.train_step = _part(module, lower_for_framework(model, step, "step"), framework, fixed)
-    module.evaluate = _part(module, lower_for_framework(model, step, "evaluation"), framework, fixed)
+    fixed, names = dict(sizes or {}), step_names(model)
+    for attribute, part in (("train_step", "step"), ("evaluate", "evaluation")):
+        functions = {
+            names[index]: _part(module, lower_for_framework(model, index, part), framework, fixed) for index in indices
+        }
+        setattr(module, attribute, functions if len(indices) > 1 else functions[names[indices[0]]])
+        for name, function in functions.items():
+            _trace(function, attribute if len(indices) == 1 else f"{attribute}[{name!r}]")
     module.infer = _inference(module, inline(without_steps(model)), framework, fixed)
-    packed = {"onnx": zlib.compress(_without_values(model, module.state, step)), "step": step}
+    _trace(module.infer, "infer")
+    packed = {"onnx": zlib.compress(_without_values(model, module.state, indices[0])), "step": indices[0]}
     module.training_model = tf.function(lambda: tf.nest.map_structure(tf.constant, packed), input_signature=[])
-    for name in ("train_step", "evaluate", "infer"):
-        _trace(module, name)
     return module
 
 
@@ -127,7 +137,7 @@ def _inference_module(model: Model, sizes: Mapping[str, int], probe: bool) -> In
     weights = {n: v for n, v in weights.items() if n in parameters or (v.shape and framework.supports(_dtype(v)))}
     module.state = {name: _variable(name, value, name in parameters) for name, value in weights.items()}
     module.infer = _inference(module, opened, framework, sizes)
-    _trace(module, "infer")
+    _trace(module.infer, "infer")
     if probe and not sizes:
         names = [value.name or "" for value in model.inputs]
         compute = lambda arrays: {k: v.numpy() for k, v in module.infer(*(arrays[n] for n in names)).items()}
@@ -135,8 +145,7 @@ def _inference_module(model: Model, sizes: Mapping[str, int], probe: bool) -> In
     return module
 
 
-def _trace(module: InferenceModule, name: str) -> None:
-    function = getattr(module, name)
+def _trace(function: Any, name: str) -> None:
     try:
         function.get_concrete_function()
     except (Error, TypeError, ValueError) as error:  # operators cannot have a number of axes that tracing does not know

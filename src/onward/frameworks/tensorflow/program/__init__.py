@@ -27,7 +27,6 @@ from onward.lowering.step import lower_for_framework
 from onward.model import Model, load
 from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
-from onward.run_state.training_models import step_of
 from onward.transform.opset import of_one_opset
 
 _VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
@@ -43,8 +42,8 @@ def write(model: Model, path: Path) -> list[Path]:
         except tf.errors.OpError as error:  # TensorFlow's form of an error of the system
             raise OSError(first_line(error)) from error
         plain = of_one_opset(model)
-        if model.steps and (trial := step_trial(plain, index := step_of(plain))):
-            order = contract_of(lower_for_framework(plain, index, "step")).batch  # of the arguments of `train_step`
+        if len(model.steps) == 1 and (trial := step_trial(plain)):
+            order = contract_of(lower_for_framework(plain, part="step")).batch  # of the arguments of `train_step`
             trial = dataclasses.replace(trial, batch={name: trial.batch[name] for name in order})
             trial.run(trial_script.__file__, folder)
     return [path]
@@ -128,8 +127,9 @@ def is_training_module(module: Any) -> bool:
 
 def restore_model(module: Any) -> Model:
     """Return the training model of a module with the current values of its variables."""
-    graph = module.training_model.get_concrete_function().graph
-    model, step = read_carried_model(graph.as_graph_def().node, "the module")
+    graph = module.training_model.get_concrete_function().graph.as_graph_def()
+    inner = (node for function in graph.library.function for node in function.node_def)  # of a loaded module
+    model, step = read_carried_model([*graph.node, *inner], "the module")
     for name, variable in module.state.items():
         model.set(name, variable.numpy(), step)
     return model
