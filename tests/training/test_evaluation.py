@@ -17,7 +17,7 @@ from PIL import Image
 from runs import QUIET, RECIPE, digits
 
 import onward
-from onward.errors import DataError, RecipeError, UnsupportedError
+from onward.errors import DataError, RecipeError, UnknownNameError, UnsupportedError
 from onward.recipe.description import Description
 
 Arrays = dict[str, np.ndarray]
@@ -82,6 +82,15 @@ def test_decisions() -> None:
     p = scores(linear("N", 4, out=1), X)
     assert one.task == "binary"
     assert one.metrics == pytest.approx({"auc": sk.roc_auc_score(y[:, 0], p), "f1": sk.f1_score(y[:, 0], p[:, 0] > 0)})
+
+
+def test_margins_are_no_probabilities() -> None:
+    y = np.where(RNG.random((210, 1)) < 0.5, 1, -1).astype(np.float32)
+    made = evaluate(linear("N", 4, out=1), (X, y), loss="hinge")
+    assert made.metrics["auc"] == pytest.approx(sk.roc_auc_score(y, scores(linear("N", 4, out=1), X)))
+    assert not {"log_loss", "ece", "best_threshold"} & made.metrics.keys()
+    raw = onward.predict(linear("N", 4, out=1), (X,), loss="hinge", quiet=True)
+    assert raw.arrays().keys() == {"row", "y"} and raw.notes == ["the loss `hinge` gives no probabilities: raw outputs"]
 
 
 def test_positions_and_ignored_labels() -> None:
@@ -271,6 +280,8 @@ def test_what_cannot_be_evaluated(tmp_path: Path) -> None:
         evaluate(digits_mlp(), tmp_path / "x.npz", loss="ce")
     with pytest.raises(RecipeError, match="the model does not say what its outputs are"):
         evaluate(digits_mlp(), digits())
+    with pytest.raises(UnknownNameError, match="unknown loss `cross_entrpy`"):
+        evaluate(digits_mlp(), digits(), loss="cross_entrpy")
     with pytest.raises(DataError, match="label 10 in row 3 of the data is out of range"):
         evaluate(digits_mlp(), {**digits(4), "labels": np.array([0, 1, 2, 10])}, loss="ce")
     with pytest.raises(DataError, match="2 class names for the 10 classes of `logits`"):

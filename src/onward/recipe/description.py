@@ -20,7 +20,7 @@ from onward.errors import DataError
 from onward.model import Model
 from onward.model.core import values
 from onward.recipe.losses import LOSSES
-from onward.recipe.metrics import Objective, labels_of, objectives
+from onward.recipe.metrics import SCORES, Objective, labels_of, objectives
 from onward.recipe.objective import is_of_scores, source_of_scores
 from onward.recipe.spec import Spec
 
@@ -37,8 +37,13 @@ TASKS: Mapping[str, str] = {
     "regression": "mse",
 }
 """Tasks, with the loss whose output and labels they have."""
-_FORMER = {"classify": "classification"}
-"""Tasks of Ultralytics -> tasks."""
+_OTHER_NAMES = {
+    **dict.fromkeys(
+        ("classify", "image-classification", "text-classification", "audio-classification"), "classification"
+    ),
+    **dict.fromkeys(("image-segmentation", "semantic-segmentation"), "segmentation"),
+}
+"""Tasks of Ultralytics and of Hugging Face -> tasks."""
 _AMOUNTS = ("mse", "l1", "huber", "smooth_l1")
 _DECISIONS = ("bce_with_logits", "binary_cross_entropy", "hinge", "squared_hinge")
 _MOST_COLUMNS = 1000
@@ -109,7 +114,7 @@ class Description:
             values["classes"] = tuple(map(str, values["classes"]))
         else:
             values["classes"] = _names_of_ultralytics(model.metadata.get("names"))
-        values.setdefault("task", _FORMER.get(task := model.metadata.get("task", ""), task) or None)
+        values.setdefault("task", _OTHER_NAMES.get(task := model.metadata.get("task", ""), task) or None)
         if "preprocess" not in values and "imgsz" in model.metadata:  # Ultralytics: RGB from 0 to 1
             values["preprocess"] = {
                 value.name or "": _operations(model.metadata["imgsz"], value)
@@ -195,11 +200,7 @@ def kind_of_scores(value: ir.Value, objective: Objective | None) -> str | None:
         return "log-probabilities"
     if objective is None:
         return None
-    if objective.name == "binary_cross_entropy":
-        return "probabilities"
-    if objective.name == "nll" and not is_of_scores(node):
-        return "log-probabilities"
-    return "logits"
+    return "logits" if objective.name == "nll" and is_of_scores(node) else SCORES.get(objective.name)
 
 
 def _is_classifier(node: ir.Node) -> bool:

@@ -818,7 +818,7 @@ _SUITABLE = {
 """The default metric by the name of the only loss."""
 _THRESHOLDS = {"binary_cross_entropy": 0.5, "bce_with_logits": 0.0, "hinge": 0.0, "squared_hinge": 0.0}
 """Losses of decisions -> the threshold above which their output means yes."""
-_SCORES = {
+SCORES = {
     "cross_entropy": "logits",
     "bce_with_logits": "logits",
     "nll": "log-probabilities",
@@ -861,5 +861,5 @@ def measures_for(
         threshold=threshold if threshold is None or scores != "probabilities" else 0.5,
         are_classes=objective.by_number,
         ignored=ignored,
-        scores=scores or _SCORES.get(objective.name),
+        scores=scores or SCORES.get(objective.name),
     )

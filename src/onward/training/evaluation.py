@@ -167,6 +167,8 @@ def _measure(inference: Inference, metrics: Sequence[str] | None, worst: int, gr
     assert objective is not None
     chosen = [*(_USUAL.get(task or "", ()) if metrics is None else metrics)]
     notes = list(inference.notes)
+    if metrics is None and inference.scores is None:  # margins, which are no probabilities
+        chosen = [name for name in chosen if name not in ("log_loss", "ece")]
     if metrics is None and task in ("classification", "token-classification") and count > 5:
         chosen.insert(1, "top_k:k=5")
     if count > _MOST_CLASSES and (large := [name for name in chosen if _reads_confusion(name)]):
@@ -188,7 +190,7 @@ def _measure(inference: Inference, metrics: Sequence[str] | None, worst: int, gr
     if dropped := measured.metrics.dropped:
         notes.append(f"left out {', '.join(dropped)}, which would keep more than {_MOST_KEPT:,} numbers")
     ranking = next((sums for sums in measured.metrics if isinstance(sums, Ranking)), None)
-    if (best := ranking.best_threshold(inference.scores) if ranking else None) is not None:
+    if ranking and inference.scores and (best := ranking.best_threshold(inference.scores)) is not None:
         results |= {"best_threshold": best[0], "f1_at_best_threshold": best[1]}
     if metrics is not None:
         results = {name: results[name] for name in metrics if name in results}

@@ -19,6 +19,7 @@ from onward.model import Model, load
 from onward.recipe.description import GRAPH, TASKS, Description, implied_task, kind_of_scores, task_of
 from onward.recipe.interface import batch_axes, with_samples_first
 from onward.recipe.losses import LOSSES, Target
+from onward.recipe.losses import loss as named_loss
 from onward.recipe.metrics import Objective, class_names
 from onward.recipe.objective import predictions, terms
 from onward.recipe.preprocessing.join import open_preprocessing, with_preprocessing
@@ -152,6 +153,9 @@ def open_inference(
             f"{len(classes)} class names for the {count} classes of `{objective.output if objective else ''}`",
             hint="name all classes in order: `classes=[...]` (`--class NAME` for each)",
         )
+    scores = kind_of_scores(value, objective) if value is not None else None
+    if not labeled and scores is None and objective is not None and task != "regression":
+        notes.append(f"the loss `{objective.name}` gives no probabilities: raw outputs")
     needed = {t.name: ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=t.shape) for t in targets}
     data, model = _open(model, settings, says, needed if labeled else {}, notes)
     inputs = {v.name or "": v for v in model.inputs}
@@ -188,7 +192,7 @@ def open_inference(
         says,
         task,
         objective,
-        kind_of_scores(value, objective) if value is not None else None,
+        scores,
         classes,
         count,
         data,
@@ -261,6 +265,8 @@ def _meaning(
     if len(specs) > 1:
         notes.append(f"the model has {len(specs)} losses; this is about `{specs[0]}`; for another: `--loss {specs[1]}`")
     (term, *_) = terms(specs[0])
+    if settings.get("loss") and term.custom is None and term.spec.name != "value":
+        named_loss(term.spec.name)  # raises if it is unknown
     if term.custom is not None or term.spec.name not in LOSSES:
         return _unknown(f"the loss `{term.spec.name}` does not say what the outputs are", labeled, notes)
     try:

@@ -52,7 +52,8 @@ class Predictions:
 
     @property
     def _is_raw(self) -> bool:
-        return self._raw or self._inference.task is None or self._inference.scores is None
+        inference = self._inference
+        return self._raw or inference.task is None or (inference.scores is None and inference.task != "regression")
 
     @property
     def widths(self) -> dict[str, list[str] | None]:
