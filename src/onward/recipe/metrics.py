@@ -733,7 +733,7 @@ _CLASS_NAMES = ("classlabels_strings", "value_strings")
 
 def class_names(model: Model, count: int) -> tuple[str, ...]:
     """Return the names that the model gives to its classes, in the order of their numbers; () if it has none."""
-    lists = set()
+    lists: set[tuple[str, ...]] = set()
     for node in model.graph:
         if node.metadata_props.get(ROLE_KEY) == PREPROCESSING:  # a tokenizer has texts, too
             continue
