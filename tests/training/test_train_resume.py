@@ -291,6 +291,19 @@ def test_a_loss_that_is_not_finite(folder: Path) -> None:
     assert run.read_progress()["step"] == 1 and all(np.isfinite(array).all() for array in state(run).values())
 
 
+def test_a_dynamic_loss_scale_skips_losses_that_are_not_finite(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = digits()
+    data["image"][60] = -np.inf
+    run = train(digits_mlp(), data, shuffle=False, run="run", loss_scale="dynamic:initial=64", **RECIPE, **QUIET)
+    steps = [entry for entry in run.read_log() if entry["event"] == "step"]
+    assert [np.isfinite(entry["loss"]) for entry in steps[:3]] == [True, False, True]
+    assert np.isfinite(run.progress["losses"])
+    assert state(run)["scaler/scale"] == 32 and state(run)["step"] == len(steps) - 1
+    monkeypatch.setattr("onward.training.loop._MOST_OVERFLOWS", 0)  # as after so many in a row
+    with pytest.raises(TrainingError, match="the loss of step 2 is nan"):
+        train(digits_mlp(), data, shuffle=False, run="other", loss_scale="dynamic", **RECIPE, **QUIET)
+
+
 def test_weights_that_are_not_finite(folder: Path) -> None:
     """A step that is too large makes weights infinite, but its own loss is that of the weights before."""
     text = "net (float[N,2] x) => (float[N,2] y) <float[2] w = {0.5, 0.5}> { y = Mul(x, w) }"

@@ -196,7 +196,8 @@ class FunctionWriter:
     def _fresh(self, step: ProgramStep, value: Value) -> str:
         """Return a name: that of an operand that is not read later, or a free letter."""
         number = self._at[step]
-        used = self._used_names(number + 1) | self._taken
+        is_read_again = isinstance(step, LoopStep)  # what a loop reads, its next iteration does
+        used = self._used_names(number if is_read_again else number + 1) | self._taken
         role = self._roles.get(value)
         if role is not None and role not in used:
             return role

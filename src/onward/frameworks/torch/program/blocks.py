@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from onward.analysis.repeats import Item, find_repeats
 from onward.frameworks.program.calls import LoopStep, ProgramStep, Value, call_key, replace_values
@@ -44,7 +47,9 @@ def fold_blocks(
         shared = _captured(body, carried, first)
         known_sizes = {str(size) for value in (carried, *shared) for size in value.tensor.shape}
         inside = [layers[step] for step in body if step in layers]
-        if not known_sizes.issuperset(program.sizes) or not all(path.startswith(first) for path in inside):
+        if not known_sizes.issuperset(_symbols([[step.arguments, step.named] for step in body])) or not all(
+            path.startswith(first) for path in inside
+        ):
             continue
         inner = Value(carried.tensor)
         call = ProgramStep("block", [inner, *shared])
@@ -56,7 +61,7 @@ def fold_blocks(
         calls = [_inside(step, structure.access(first[:-1]), step in layers, inputs) for step in body]
         forward = ForwardCalls(list(inputs.values()), {"": result}, calls, dict(program.sizes))
         blocks.append(Block(path, repeat.count, forward))
-    return (steps, blocks[::-1]) if blocks else (program.steps, [])
+    return steps, blocks[::-1]
 
 
 def _named(value: Value) -> Value:
@@ -74,13 +79,27 @@ def _inside(step: ProgramStep, owner: str, is_layer: bool, inputs: Mapping[Value
 
 
 def _with_shared_first(steps: Sequence[ProgramStep], layers: Mapping[ProgramStep, str]) -> list[ProgramStep]:
-    """Move calls without parameters or what depends on them, such as those of a mask, before the first block."""
-    early: dict[ProgramStep, None] = {}
+    """Move calls that no parameter is behind, such as those of a mask, before the first block, each once."""
+    early: dict[Any, ProgramStep] = {}
+    moved: set[ProgramStep] = set()
+    same: dict[Value, Value] = {}
     for step in steps:
+        step.arguments, step.named = replace_values((step.arguments, step.named), same)
         read = [value for value in step.values() if value.array is None]
-        if step not in layers and all(v.step in early or (v.step is None and not v.path) for v in read):
-            early[step] = None
-    return [*early, *(step for step in steps if step not in early)]
+        if step not in layers and all(v.step in moved or (v.step is None and not v.path) for v in read):
+            key = call_key(step, lambda value: id(value) if value.array is None else _value_key(value)), step.item
+            same |= dict(zip(step.results, early.setdefault(key, step).results, strict=True))
+            moved.add(step)
+    return [*early.values(), *(step for step in steps if step not in moved)]
+
+
+def _symbols(argument: Any) -> Iterator[str]:
+    """Yield the symbols of sizes in an argument."""
+    for leaf in tree_leaves(argument):
+        if isinstance(leaf, slice):
+            yield from _symbols([leaf.start, leaf.stop, leaf.step])
+        elif isinstance(leaf, torch.SymInt | torch.SymFloat):
+            yield from map(str, leaf.node.expr.free_symbols)
 
 
 def _item(step: ProgramStep, layers: Mapping[ProgramStep, str]) -> Item:
