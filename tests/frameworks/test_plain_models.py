@@ -189,6 +189,26 @@ def test_open_sizes_in_tensorflow(mode: str) -> None:
         np.testing.assert_allclose(module(image)["y"], stock(model, image), rtol=1e-4, atol=1e-5)
 
 
+@needs("tensorflow")
+@pytest.mark.parametrize("mode", ["constant", "reflect"])
+def test_padding_computed_from_open_sizes_in_tensorflow(mode: str) -> None:
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N, T] x) => (float[N, M] y)
+        <float[1] w = {{2}}, int64[1] four = {{4}}, int64[1] two = {{2}}, int64[1] one = {{1}}> {{
+            size = Shape<start = 1, end = 2>(x)
+            rest = Mod(size, four)
+            before = Sub(rest, two)
+            after = Sub(four, rest)
+            pads = Concat<axis = 0>(before, after)
+            padded = Pad<mode = "{mode}">(x, pads, , one)
+            y = Mul(padded, w)
+        }}""")
+    module = onward.to_tensorflow(model)
+    for length in (8, 9, 11):  # the first cuts two columns off
+        x = RNG.normal(size=(2, length)).astype(np.float32)
+        np.testing.assert_allclose(module(x)["y"], stock(model, x), rtol=1e-6)
+
+
 PROGRAMS = {
     "torch": ("model.pt", "m = model.load('model.pt'); y = m(torch.from_numpy(x)).detach().numpy()"),
     "jax": ("model", "y = model.apply(model.load(), {'image': x})['logits']"),

@@ -88,6 +88,27 @@ CASES: dict[str, dict[str, Any]] = {
         "accumulate": 2,
         "validation": 0.25,
     },
+    "layers": {  # a state with samples on axis 1, and an input that is the same for all samples
+        "model": onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
+            g (float[N, 3] x, float[2, N, 3] state, int64 rate) => (float[N, 2] y, float[2, N, 3] stateN)
+            <float[3, 2] w = {0.1, 0.2, 0.3, 0.4, 0.5, 0.7}, int64[1] axis = {0}> {
+                stateN = Tanh(state)
+                sum = ReduceSum<keepdims = 0>(stateN, axis)
+                factor = Cast<to = 1>(rate)
+                scaled = Mul(sum, factor)
+                both = Add(x, scaled)
+                y = MatMul(both, w)
+            }"""),
+        "data": {
+            name: np.random.default_rng(4).normal(size=(200, *shape)).astype(np.float32)
+            for name, shape in {"x": (3,), "state": (2, 3), "target": (2,)}.items()
+        },
+        "loss": "y=mse",
+        "optimizer": "sgd:lr=0.01",
+        "batch_axis": {"state": 1},
+        "constants": {"rate": 3},
+        "validation": 0.25,
+    },
 }
 """What pages train."""
 

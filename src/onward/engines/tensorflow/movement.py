@@ -115,14 +115,14 @@ operators(Tile=lambda x, repeats: compute_as(tf.tile, {tf.uint16: tf.int32})(x, 
 
 @operators.define("Pad")
 def pad(x, pads, value=None, axes=None, *, mode):
-    y, widths = cut_for_pad(x, pads, axes)
+    y, widths = cut_for_pad(x, pads, axes) if isinstance(pads, np.ndarray) else _cut_in_graph(x, pads, axes)
     if mode == "constant" and value is None:
         return tf.pad(y, widths)
     if mode == "constant":  # the value has no derivative in tf.pad
         inside = tf.pad(tf.ones_like(y, tf.bool), widths)
         return tf.where(inside, tf.pad(y, widths), tf.reshape(value, []))
     for axis, (before, after) in enumerate(widths):
-        if before or after:
+        if tf.is_tensor(before) or tf.is_tensor(after) or before or after:
             size = tf.cast(size_of(y, axis), tf.int64)
             places = tf.range(-before, size + after)
             if mode == "edge":
@@ -134,6 +134,19 @@ def pad(x, pads, value=None, axes=None, *, mode):
                 places = tf.minimum(around, 2 * (size - 1) - around)
             y = tf.gather(y, places, axis=axis)
     return y
+
+
+def _cut_in_graph(x, pads, axes):
+    """Return what `cut_for_pad` returns, for padding that is computed from open sizes."""
+    found, rank = elements(pads), x.shape.rank
+    positive = lambda size: max(size, 0) if isinstance(size, int) else tf.maximum(size, 0)
+    amounts = [(0, 0)] * rank
+    for i, axis in enumerate(range(rank) if axes is None else axes.tolist()):
+        amounts[axis] = found[i], found[len(found) // 2 + i]
+    sizes = [tf.cast(size_of(x, axis), tf.int64) for axis in range(rank)]
+    ends = [size - positive(-after) for size, (_, after) in zip(sizes, amounts, strict=True)]
+    y = x[tuple(slice(positive(-before), end) for (before, _), end in zip(amounts, ends, strict=True))]
+    return y, [(positive(before), positive(after)) for before, after in amounts]
 
 
 operators(
