@@ -194,6 +194,20 @@ def test_words_become_features_in_a_step(tmp_path):
     assert losses[1] < losses[0]
 
 
+@pytest.mark.parametrize("engine", ["onnxruntime", "numpy"])
+def test_validation_reads_the_inner_value_that_the_loss_reads(engine, tmp_path):
+    made = classifier(3, [0, 1, 2], "SOFTMAX")
+    data = {"X": X, "labels": np.arange(6) % 3}
+    run = onward.train(
+        made, data, loss="LinearClassifier.scores=ce", epochs=1, validation=data, engine=engine, run=tmp_path / "run",
+        quiet=True,
+    )  # fmt: skip
+    start = next(event for event in run.read_log() if event["event"] == "validation")
+    label, probabilities = outputs(made, {"X": X})
+    assert start["accuracy"] == pytest.approx((label == data["labels"]).mean())
+    assert start["loss"] == pytest.approx(-np.log(probabilities[range(6), data["labels"]]).mean(), rel=1e-5)
+
+
 def test_a_sequence_is_refused_for_a_loss():
     made = classifier(3, [0, 1, 2], "SOFTMAX", after=[])
     listed = helper.make_value_info("all", helper.make_tensor_sequence_value_info("", TensorProto.FLOAT, None).type)

@@ -180,6 +180,7 @@ def _evaluation(origin: _Origin) -> _Part:
     loss = step_graph.loss(step_graph.metrics)
     step_graph.switch_to_inference()
     metrics = step_graph.of_evaluation()
+    outputs += [name for name in step_graph.predictions() if name not in outputs]
     make_data_parallel(step_graph, origin.options.data_parallel._replace(gradients=False))
     model, contract = _plain(origin, step_graph, {}, metrics, outputs)
     return model, dataclasses.replace(contract, outputs=outputs, loss=loss if loss in metrics else None)

@@ -132,6 +132,11 @@ class StepGraph:
 
         return [name for name in self.metrics if is_deterministic(self.value(name))]
 
+    def predictions(self) -> list[str]:
+        """Return the values that losses compare with targets: outputs, and inner values such as logits."""
+        names = [fact.get("output") for fact in self._step.fact("train.loss") or [] if fact.get("inputs")]
+        return [name for name in names if name in self.by_name]
+
     def _derived(self, nodes: Sequence[ir.Node]) -> Collection[ir.Value]:
         return descendants(self.graph, [output for node in nodes for output in node.outputs])
 
