@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,14 @@ def run(objects: Objects) -> Run:
     )  # fmt: skip
     inputs = {name: tensor.numpy() for name, tensor in Flat(copy.deepcopy(module), objects.inputs).inputs.items()}
     targets = dict(zip(targets_of(training), (x.numpy() for x in _tensors(objects.targets)), strict=True))
-    with NothingDropped(), FixedDraws():
-        losses, weights, gradients = _steps(objects, 0)
-        moved = [_steps(objects, seed)[:2] for seed in range(1, 1 + NUDGES)]
-    return Run(without_draws(training), {**inputs, **targets}, losses, weights, moved, gradients)
+    losses, weights, gradients = _steps(objects, 0)
+
+    def moved(seeds: Iterable[int]) -> list[tuple[list[float], dict[str, np.ndarray]]]:
+        return [_steps(objects, seed)[:2] for seed in seeds]
+
+    further = functools.partial(moved, range(1 + NUDGES, 1 + 3 * NUDGES))
+    batch = {**inputs, **targets}
+    return Run(without_draws(training), batch, losses, weights, moved(range(1, 1 + NUDGES)), further, gradients)
 
 
 def _tensors(targets: Any) -> list[torch.Tensor]:
@@ -73,7 +78,7 @@ def _tensors(targets: Any) -> list[torch.Tensor]:
 
 
 def _steps(objects: Objects, seed: int) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return losses, weights and first gradients of steps of a copy; with a seed, from weights with other last digits."""
+    """Return losses, weights and first gradients of a copy; with a seed, from weights with other last digits."""
     module = copy.deepcopy(objects.module)
     if seed:
         arrays = nudged({name: x.detach().numpy() for name, x in module.named_parameters()}, seed)
@@ -85,7 +90,8 @@ def _steps(objects: Objects, seed: int) -> tuple[list[float], dict[str, np.ndarr
     gradients: dict[str, np.ndarray] = {}
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = _loss(objects, _call(module, objects.inputs))
+        with NothingDropped(), FixedDraws():
+            loss = _loss(objects, _call(module, objects.inputs))
         loss.backward()
         if not losses:
             gradients = {n: x.grad.numpy().copy() for n, x in module.named_parameters() if x.grad is not None}

@@ -252,7 +252,8 @@ def with_fixed_draws(model: Model) -> Model:
         if "Normal" in node.op_type:  # of the same variance
             scale = node.attributes.get_float("scale", 1.0) * math.sqrt(12)
             start = node.attributes.get_float("mean", 0.0) - scale / 2
-        y, nodes = node.outputs[0], []
+        y = node.outputs[0]
+        nodes: list[ir.Node] = []
 
         def add(op_type: str, *inputs: Any, nodes: list[ir.Node] = nodes, **attributes: Any) -> ir.Value:
             nodes.append(ir.node(op_type, inputs, attributes))

@@ -265,7 +265,7 @@ def _normalizations(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
             yield f"{name}." if name else "", layer
 
 
-# ---- buffers that a forward pass changes ------------------------------------------------------------------------------
+# ---- buffers that a forward pass changes -----------------------------------------------------------------------------
 
 
 def _own_buffers(module: nn.Module, changed: Iterable[str]) -> list[str]:
