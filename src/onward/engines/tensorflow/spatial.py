@@ -234,9 +234,9 @@ operators(
 
 
 def _resize_open(x, roi, scales, wanted, *, mode, axes=None, **named):
-    """Resize axes of unknown size, by the nearest element or by two neighbors."""
+    """Resize axes of unknown size, by the nearest element or by two or four neighbors."""
     is_plain = not named["antialias"] and not named["exclude_outside"] and (roi is None or roi.shape == (0,))
-    if mode == "cubic" or not is_plain or named["keep_aspect_ratio_policy"] != "stretch" or not x.dtype.is_floating:
+    if not is_plain or named["keep_aspect_ratio_policy"] != "stretch" or not x.dtype.is_floating:
         raise NotOnHost
     by_sizes = wanted is not None and wanted.shape != (0,)
     chosen = range(x.shape.rank) if axes is None else [axis % x.shape.rank for axis in axes]
@@ -257,7 +257,8 @@ def _resize_open(x, roi, scales, wanted, *, mode, axes=None, **named):
                 places = places / factor
             case _:
                 raise NotOnHost
-        x = _pick(x, axis, places, before, named["nearest_mode"] if mode == "nearest" else None)
+        rounding = named["nearest_mode"] if mode == "nearest" else None
+        x = _pick(x, axis, places, before, rounding, named["cubic_coeff_a"] if mode == "cubic" else None)
     return x
 
 
@@ -269,8 +270,8 @@ _ROUNDINGS = {
 }
 
 
-def _pick(x, axis, places, size, rounding):
-    """Return the elements at places along an axis, rounded or between two neighbors."""
+def _pick(x, axis, places, size, rounding, cubic):
+    """Return the elements at places along an axis, rounded or between two or four neighbors."""
 
     def at(places):
         return tf.gather(x, tf.cast(tf.clip_by_value(places, 0, size - 1), tf.int64), axis=axis)
@@ -279,7 +280,15 @@ def _pick(x, axis, places, size, rounding):
         return at(_ROUNDINGS[rounding](places))
     first = tf.floor(places)
     part = tf.reshape(tf.cast(places - first, x.dtype), [-1 if i == axis else 1 for i in range(x.shape.rank)])
-    return at(first) * (1 - part) + at(first + 1) * part
+    if cubic is None:
+        return at(first) * (1 - part) + at(first + 1) * part
+    return sum(at(first + step) * _cubic_weight(abs(part - step), cubic) for step in (-1, 0, 1, 2))
+
+
+def _cubic_weight(distance, a):
+    near = ((a + 2) * distance - (a + 3)) * distance * distance + 1
+    far = ((a * distance - 5 * a) * distance + 8 * a) * distance - 4 * a
+    return tf.where(distance <= 1, near, far)
 
 
 @operators.define("Resize")
