@@ -43,6 +43,7 @@ from onward.importing.recipes import (
 )
 from onward.importing.schedules import schedule_by_updates
 from onward.importing.structure import by_shape, by_structure
+from onward.inspect import describe
 from onward.model import Model, load
 from onward.options import MissingOptions, with_options
 from onward.recipe.exporter_notes import restore
@@ -160,9 +161,11 @@ def _plan_by_structure(arguments: _Arguments) -> ImportPlan:
 
 def _plan(checkpoint: Checkpoint, like: Model, options: MissingOptions) -> ImportPlan:
     """Return the plan of an import, of weights alone if nothing has an optimizer."""
+    in_nodes = {weight.name for weight in describe(like).weights if weight.name not in like.graph.initializers}
+    captured = Captured(like, None, frozen=frozenset(in_nodes))
     if checkpoint.optimizers or like.steps or options.optimizer is not None:
-        return plan(checkpoint, Captured(like, None), options)
-    named = _named(checkpoint, Captured(like, None), options, weights_only=True)
+        return plan(checkpoint, captured, options)
+    named = _named(checkpoint, captured, options, weights_only=True)
     tensors = _in_graph_names(named).tensors
     notes = tuple(checkpoint.remarks)
     return ImportPlan(checkpoint, named.match, RunState(like, None, ()), {}, tensors, notes, assumptions=notes)

@@ -243,7 +243,7 @@ def _causes(checkpoint: Checkpoint, absent: Sequence[str], left: Sequence[str], 
     """Yield likely reasons why tensors are only in the checkpoint or only in the model."""
     if any(name.endswith(_STATISTICS) for name in left):
         yield "the export folded BatchNormalization: `torch.onnx.export(..., dynamo=True, optimize=False)`"
-    graph = {name: model.graph.initializers[name] for name in absent}
+    graph = {name: value for name, value in model.graph.initializers.items() if name in absent}
     shapes = [tuple(value.shape.numpy()) for value in graph.values() if value.shape is not None]
     for name in left:
         shape = checkpoint.tensors[name].shape
