@@ -237,7 +237,7 @@ def test_what_does_not_fit_is_named(changed: str, like: onward.Model, tmp_path: 
     words = {
         "a schedule": "shape of its schedule",
         "a loss": "names the loss",
-        "an optimizer": "does not name its optimizer",
+        "an optimizer": "keeps `exp_avg`, `exp_avg_sq`, `mine`",
     }
     if changed == "a shape":
         state["3.weight"] = torch.zeros(4, 8)

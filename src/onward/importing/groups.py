@@ -342,7 +342,7 @@ def _spec(optimizer: OptimizerState, group: ParameterGroup, stated: Spec | None)
     if stated is None and refused is not None:
         raise UnsupportedError(refused[0], hint=refused[1])
     slots = sorted({str(slot) for values in optimizer.slots.values() for slot in values} - {COUNT, MASTER})
-    if slots and not optimizer.families:
+    if stated is None and slots and not optimizer.families:
         raise UnsupportedError(
             f"no optimizer of recipes keeps {list_names(slots, 6)}, as that of the checkpoint",
             hint="start a new run with its weights: `onward train --weights CHECKPOINT`",
