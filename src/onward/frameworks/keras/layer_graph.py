@@ -47,7 +47,8 @@ class LayerGraph:
             if getattr(variable, "constraint", None) is not None:
                 self.problems.append(f"`{variable.path}` has a constraint")
         self._weights: dict[int, ir.Value] = {}
-        self._tracer = Tracer(self.op, self._weight, model.variables)
+        self._is_frozen = has_own_step(model)  # its step computes all that is trained, from other nodes
+        self._tracer = Tracer(self.op, self._weight, model.variables, self._is_frozen)
         self._added: list[Expr] = []  # summands of the loss
         self.ends: list[ir.Value] = []  # values that are needed, but no outputs
         self.targets: list[LayerTensor] = []
@@ -141,9 +142,9 @@ class LayerGraph:
             if any(n.op_type == "BatchNormalization" for n in between(target, [x for x in gradient.inputs if x])):
                 self.problems.append("its `train_step` computes gradients through a BatchNormalization")
         for node in [node for node in self.graph if gradients and node.op_type == "Dropout"]:
-            x, result = self.op(node.inputs[0]), node.outputs[0]
+            (x, ratio), result = (self.op(v) for v in node.inputs[:2] if v is not None), node.outputs[0]
             last = self.graph[-1]
-            kept = self.op.Dropout(self.op.filled_like(x.value, 1), self.op(node.inputs[1]))
+            kept = self.op.Dropout(self.op.filled_like(x.value, 1), ratio)
             product = (x * kept).like(x.value)
             result.name, name = self.op.names.fresh("dropped"), result.name
             result.replace_all_uses_with(product.named(name or "").value, replace_graph_outputs=True)
@@ -207,7 +208,7 @@ class LayerGraph:
         reason: Refused | None = None
         if find(layer) is not None and getattr(layer, "activity_regularizer", None) is None:
             try:
-                c = Call(self.op.scoped(layer.name), layer, shapes[0], self._weight)
+                c = Call(self.op.scoped(layer.name), layer, shapes[0], self._weight, self._is_frozen)
                 return call_row(c, arguments, dict(named), shapes)
             except Refused as refusal:
                 reason = refusal

@@ -161,10 +161,10 @@ def _watch_gradients(optimizer: Any) -> list[Any]:
             # An Embedding has sparse gradients in which rows repeat; the dense form sums them.
             dense = [None if g is None else tf.convert_to_tensor(g) for g in grads]
             is_symbolic = not tf.executing_eagerly()
-        if is_symbolic:
-            with tf.init_scope():
-                last[:] = last or [tf.Variable(np.zeros(v.shape, np.float32)) for v in variables]
-        else:
+            if is_symbolic:
+                with tf.init_scope():
+                    last[:] = last or [tf.Variable(np.zeros(v.shape, np.float32)) for v in variables]
+        if not is_symbolic:
             last[:] = [np.zeros(v.shape, np.float32) for v in variables]
         for i, g in enumerate(dense):  # None: the loss does not depend on the variable
             if g is not None and is_symbolic:

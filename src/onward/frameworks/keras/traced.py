@@ -83,16 +83,19 @@ class TracedCall:
 class Tracer:
     """Translator of calls into a graph, on the backend that Keras uses."""
 
-    def __init__(self, op: Builder, weight: Weight, variables: Sequence[Any]):
+    def __init__(self, op: Builder, weight: Weight, variables: Sequence[Any], is_frozen: bool):
         self._op = op
         self._weight = weight
         self._variables = variables
+        self._is_frozen = is_frozen
+        """True if calls are in inference mode in training, too: only the `train_step` trains."""
 
     def trace(self, call: TracedCall | TracedStep) -> tuple[list[LayerTensor], list[Expr]]:
         """Return the results of a call, and the summands that it adds to the loss."""
         op = self._op.scoped(getattr(call.operation, "name", "call"))
-        results = self._results(op, call, True)
-        if call.has_modes:
+        is_frozen = self._is_frozen and isinstance(call, TracedCall)
+        results = self._results(op, call, not is_frozen)
+        if call.has_modes and not is_frozen:
             before = list(op.graph)
             inference = self._results(op, call, False)
             tensors = results[: call.count], inference[: call.count]
@@ -120,9 +123,7 @@ class Tracer:
 
     def _from_jax(self, op: Builder, call: TracedCall | TracedStep, training: bool) -> list[LayerTensor]:
         """Return the results of a call without state. Random numbers are inputs of what is traced."""
-        import jax
-
-        from onward.frameworks.jax.jaxpr import export, with_free_size
+        from onward.frameworks.jax.jaxpr import array_like, export, trace, with_free_size
 
         layer = call.operation
         is_layer = isinstance(layer, keras.layers.Layer)
@@ -146,7 +147,7 @@ class Tracer:
                 if len(arrays) > len(shapes):
                     return next(drawn)
                 draws.append((operator, shape, dtype, *settings))
-                return jax.numpy.zeros(shape, dtype)
+                return keras.ops.zeros(shape, dtype)
 
             pairs = list(zip(variables, arrays[count : len(shapes)], strict=True))
             with keras.StatelessScope(state_mapping=pairs, collect_losses=True) as scope, drawing(draw):
@@ -155,10 +156,10 @@ class Tracer:
                 raise Refused("changes its state or adds to the loss, which is traced on TensorFlow")
             return results
 
-        examples = with_free_size([jax.ShapeDtypeStruct(*x) for x in shapes], "batch")
+        examples = with_free_size([array_like(*x) for x in shapes], "batch")
         if is_layer and any(inner._seed_generators for inner in layer._flatten_layers()):
-            jax.eval_shape(function, {}, *examples)
-        graph = export(function, {}, *examples, *(jax.ShapeDtypeStruct(*d[1:3]) for d in draws), batch=None)
+            trace(function, {}, examples)
+        graph = export(function, {}, *examples, *(array_like(*d[1:3]) for d in draws), batch=None)
         sources = [*(x.plain for x in call.tensors), *map(self._weight, variables)]
         sources += [_drawn(op, call.tensors[0].plain, *d) for d in draws]
         results = _place_graph(op, graph, sources, getattr(layer, "name", "call"))
@@ -174,7 +175,8 @@ class Tracer:
         calls: dict[str, Any] = {}
         keras.src.random.seed_generator.global_seed_generator()  # its first use draws from Python
         specs = [tf.TensorSpec(x.shape, x.dtype) for x in call.tensors]
-        with refuse_random_draws("the model"), _layers_as_functions(calls, self._weight, training):
+        is_frozen = self._is_frozen and isinstance(call, TracedCall)
+        with refuse_random_draws("the model"), _layers_as_functions(calls, self._weight, training, is_frozen):
             function = tf.function(lambda *tensors: call(tensors, training)).get_concrete_function(*specs)
         translator = Translator(calls | getattr(call, "derivatives", {}))
         by_handle = {id(v.value.handle): v for v in self._variables if hasattr(v.value, "handle")}
@@ -257,7 +259,7 @@ _LOGITS = "_keras_logits"
 
 
 @contextlib.contextmanager
-def _layers_as_functions(calls: dict[str, Any], weight: Weight, training: bool) -> Iterator[None]:
+def _layers_as_functions(calls: dict[str, Any], weight: Weight, training: bool, all_frozen: bool) -> Iterator[None]:
     """Trace the calls of layers with a row as separate functions; fill `calls` with the rows."""
     import tensorflow as tf
 
@@ -271,6 +273,7 @@ def _layers_as_functions(calls: dict[str, Any], weight: Weight, training: bool) 
 
         modes = [x for x in args if isinstance(x, bool)]  # `training` as a positional argument
         is_frozen = training and layer._call_has_training_arg and not (named.get("training") or any(modes))
+        is_frozen = is_frozen or all_frozen
 
         def refilled(values: Iterator[Any]) -> Any:
             return keras.tree.map_structure(lambda x: next(values) if tf.is_tensor(x) else x, (args, named))

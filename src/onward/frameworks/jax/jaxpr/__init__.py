@@ -150,6 +150,11 @@ def with_free_size(inputs: Sequence[Any], batch: str | None) -> Sequence[Any]:
     return jax.tree.map(freed, inputs)
 
 
+def array_like(shape: Sequence[Any], dtype: Any) -> Any:
+    """Return an array without numbers, for a trace; its sizes may be symbols."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 def shape_of(leaf: Any) -> Any:
     """Return an array's shape and type; other leaves unchanged."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
