@@ -217,6 +217,36 @@ def test_a_transformer_of_jax_goes_on() -> None:
     go_on(loss, params, with_short_labels(sentences(15)), optax.lion(1e-3))
 
 
+@needs("torch")
+def test_statistics_of_jax_in_pytorch() -> None:
+    """They are buffers, which `to_torch` compares before it returns, and no outputs of the module."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    import torch
+
+    def loss(params: Any, mean: Any, batch: Any) -> tuple[Any, Any]:
+        hidden = batch["x"] @ params["w"]
+        return jnp.mean((hidden - mean["mean"] - batch["y"]) ** 2), {"mean": 0.9 * mean["mean"] + 0.1 * hidden.mean(0)}
+
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(6, 3)).astype(np.float32) for name in ("x", "y")}
+    params, mean, tx = {"w": jnp.eye(3)}, {"mean": jnp.ones(3)}, optax.adam(1e-2, eps=1e-3)
+    training = onward.from_jax(loss, params, batch, optimizer=tx, statistics=mean, probe=False)
+    module, optimizer, _, minimized = onward.to_torch(training)
+    state = tx.init(params)
+    for _ in range(2):
+        (expected, mean), gradients = jax.value_and_grad(loss, has_aux=True)(params, mean, batch)
+        updates, state = tx.update(gradients, state)
+        params = optax.apply_updates(params, updates)
+        optimizer.zero_grad()
+        value = minimized(module(*map(torch.from_numpy, batch.values())))
+        value.backward()
+        optimizer.step()
+        np.testing.assert_allclose(value.item(), expected, rtol=1e-5)
+    np.testing.assert_allclose(dict(module.named_buffers())["mean"].numpy(), mean["mean"], rtol=1e-5)
+
+
 def test_statistics_of_jax_go_on() -> None:
     import jax.numpy as jnp
     import optax
