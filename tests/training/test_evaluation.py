@@ -269,6 +269,17 @@ def test_files_of_ultralytics_are_understood(tmp_path: Path) -> None:
     made = onward.train(model, (X, y), loss="z=cross_entropy", run=tmp_path / "run", **QUIET).load_last()
     assert evaluate(made, (X, y)).metrics.keys() > {"loss", "accuracy"}  # of `z`, which is no output
     assert Description.read(made).classes == ("ant", "bee", "cat") and "names" in made.metadata
+    graph = helper.make_graph(
+        [helper.make_node("GlobalAveragePool", ["images"], ["y"])],
+        "mean",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, "height", "width"])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 3, 1, 1])],
+    )
+    means = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    means.metadata_props.add(key="imgsz", value="[8, 8]")
+    Image.new("RGB", (20, 10), (255, 51, 0)).save(tmp_path / "a.png")
+    made = onward.predict(means, tmp_path / "a.png", quiet=True)
+    assert made.arrays()["y"].reshape(3) == pytest.approx([1, 0.2, 0]) and "resize:size=[8,8] scale" in made.notes[-1]
     model.metadata_props[1].value = "detect"
     with pytest.raises(RecipeError, match="the task of the model is `detect`"):
         evaluate(model, (X, y))

@@ -343,6 +343,8 @@ def _open(
                 hint="take `training.onnx` of the run, which has it, or train with `--keep-preprocessing`",
             )
         preprocess = says.preprocess
+        listed = [preprocess] if isinstance(preprocess, str) else [f"{n}={specs}" for n, specs in preprocess.items()]
+        notes.append(f"preprocessing, as the file says: {' '.join(listed)}")
     inputs = {v.name or "": v for v in model.inputs} | dict(needed)
     if preprocess is None or preprocess in ("none", ["none"]):
         return open_data(source, images=format_for(inputs), labeled=labeled), model
