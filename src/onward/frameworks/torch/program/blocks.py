@@ -1,4 +1,4 @@
-"""Blocks that repeat in a module list: a class of their own, and a loop over the list."""
+"""Blocks that repeat in a module list: one class for all, and a loop over the list."""
 
 from __future__ import annotations
 
