@@ -541,6 +541,30 @@ def test_wrappers_that_do_more(options, message):
         from_torch(module, torch.randn(5, 4), loss=nn.MSELoss(), optimizer=wrapper)
 
 
+class GraphLayer(nn.Module):
+    """A graph convolution, whose normalization is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.norm = nn.Parameter(torch.randn(3, 3)), nn.BatchNorm1d(3)
+
+    def forward(self, nodes, edges):
+        first = self.norm(torch.spmm(edges, torch.mm(nodes, self.weight)))
+        return self.norm(torch.spmm(edges, torch.mm(first, self.weight)))
+
+
+def test_sparse_examples_and_statistics_that_are_updated_twice():
+    """The comparison with PyTorch, which makes three steps, is the test."""
+    torch.manual_seed(0)
+    net, nodes, edges = GraphLayer(), torch.randn(6, 3), (torch.rand(6, 6) > 0.5).float().to_sparse()
+    chosen, optimizer = torch.tensor([0, 2, 5]), torch.optim.SGD(net.parameters(), lr=0.1)
+    loss = lambda result, rows, labels: nn.functional.cross_entropy(result[rows], labels[rows])
+    targets = (chosen, torch.randint(0, 3, (6,)))
+    with pytest.warns(UserWarning, match="takes the sizes of the example"):
+        training = onward.from_torch(net, (nodes, edges), loss=loss, example_targets=targets, optimizer=optimizer)
+    assert tuple(training.inputs[1].shape) == (6, 6)
+
+
 @pytest.mark.slow
 def test_what_a_loop_does_around_the_step():
     """It accumulates two batches, scales the loss, and averages the parameters; an overflow makes no update."""

@@ -345,7 +345,7 @@ def test_blocks_that_repeat_are_a_class_and_a_loop(scales: tuple[float, ...]) ->
     module = onward.to_torch(training, live=False).module
     torch.testing.assert_close(module.eval()(*inputs), net.eval()(*inputs), rtol=1e-5, atol=1e-6)
     assert list(module.state_dict()) == list(net.state_dict())
-    assert "for block in self.layers:\n            x = block(x, " in inspect.getsource(type(module).forward)
+    assert "for block in self.layers:\n            z = block(z, y)\n" in inspect.getsource(type(module).forward)
     assert "self.layers = nn.ModuleList(Layer() for _ in range(3))" in inspect.getsource(type(module).__init__)
     assert module.layers[2].dropout.p == 0.25
     assert not torch.equal(module.train()(*inputs), module(*inputs))

@@ -166,11 +166,29 @@ def test_functions_and_named_losses_are_added(tmp_path):
     np.testing.assert_allclose(back.loss(back.module(*inputs), y, z).item(), expected.item(), rtol=1e-5)
 
 
+def test_a_loss_that_fixes_the_batch_takes_that_of_the_example() -> None:
+    net = nn.Linear(5, 4)
+    loss, optimizer = lambda x, y: ((x - y) ** 2).sum() / float(len(x)), torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="takes `output` only with a size of 3 along axis 0: the training model takes"):
+        training = onward.from_torch(net, torch.randn(3, 5), loss=loss, example_targets=VALUES, optimizer=optimizer)
+    assert [tuple(value.shape or ()) for value in training.inputs] == [(3, 5)]
+    with pytest.raises(UnsupportedError, match="only with a size of 3"):
+        named = {"input": {0: "batch"}}
+        onward.from_torch(
+            net, torch.randn(3, 5), loss=loss, example_targets=VALUES, optimizer=optimizer, dynamic_shapes=named
+        )
+
+
 @pytest.mark.parametrize(
     ("loss", "targets", "error", "message"),
     [
         (lambda x, y: (x - y) ** 2, VALUES, UnsupportedError, "not one number"),
-        (lambda x, y: ((x - y) ** 2).sum() / float(len(x)), VALUES, UnsupportedError, "only with a size of 3"),
+        (
+            nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)),
+            (),
+            UnsupportedError,
+            "has a BatchNorm1d, whose statistics",
+        ),
         (lambda x, y: ((x - y) ** 2).mean(), None, DataError, "takes targets: `y`"),
     ],
 )
