@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from torch import nn
 import onward
 from onward.frameworks.torch.arguments import Flat, tensors_of
 from onward.frameworks.torch.draws import FixedDraws
+from onward.frameworks.torch.module_capture import copy_module
 from onward.frameworks.torch.probe import NothingDropped
 from zoo import NUDGES, STEPS, Run, nudged, targets_of, without_draws
 
@@ -57,7 +57,7 @@ def run(objects: Objects) -> Run:
         module, objects.inputs, loss=objects.loss, example_targets=objects.targets, optimizer=optimizer,
         **objects.options,
     )  # fmt: skip
-    inputs = {name: tensor.numpy() for name, tensor in Flat(copy.deepcopy(module), objects.inputs).inputs.items()}
+    inputs = {name: tensor.numpy() for name, tensor in Flat(copy_module(module), objects.inputs).inputs.items()}
     targets = dict(zip(targets_of(training), (x.numpy() for x in _tensors(objects.targets)), strict=True))
     losses, weights, gradients = _steps(objects, 0)
 
@@ -79,7 +79,7 @@ def _tensors(targets: Any) -> list[torch.Tensor]:
 
 def _steps(objects: Objects, seed: int) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return losses, weights and first gradients of a copy; with a seed, from weights with other last digits."""
-    module = copy.deepcopy(objects.module)
+    module = copy_module(objects.module)
     if seed:
         arrays = nudged({name: x.detach().numpy() for name, x in module.named_parameters()}, seed)
         with torch.no_grad():

@@ -30,6 +30,7 @@ from onward.frameworks.torch.module_capture import (
     captured_in_place,
     check_copyable,
     configured,
+    copy_module,
     into_training,
     training_step,
     unwrap_module,
@@ -99,7 +100,6 @@ def from_torch(
         optimizer, scheduler, every = _configured(module, updates_per_epoch)
     every = updates_per_epoch or every
     optimizer, scheduler = bare_optimizer(optimizer), bare_scheduler(scheduler)
-    check_copyable(module)
     memo: dict[int, Any] = {id(getattr(module, "_trainer", None)): None}  # Lightning's, which has the data
     if loss is None:
         module, example_inputs, loss = *_step_of(module, example_inputs), LOSS
@@ -107,7 +107,8 @@ def from_torch(
     clip = clip_of(optimizer, clip)
     if isinstance(module, OnnxModule):
         example_inputs = module.named(example_inputs)
-    twins = (copy.deepcopy(module, memo), copy_optimizer(optimizer, memo), copy.deepcopy(scheduler, memo))
+    check_copyable(module, example_inputs)
+    twins = (copy_module(module, memo), copy_optimizer(optimizer, memo), copy.deepcopy(scheduler, memo))
     native = NativeRun(*twins, loss, terms, clip, every)
     into_training(native.module)
     if isinstance(native.module, OnnxModule):

@@ -18,6 +18,7 @@ from unittest.mock import patch
 import onnx_ir as ir
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -100,16 +101,42 @@ def unwrap_module(module: nn.Module) -> nn.Module:
     return module
 
 
-def check_copyable(module: nn.Module) -> None:
-    """Refuse modules that hold computed tensors, which PyTorch cannot copy."""
-    problems = Problems("the module")
+def copy_module(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a copy without tensors that a forward pass computed, as `torch.nn.utils.weight_norm` keeps them."""
+    memo, nothing = {} if memo is None else memo, torch.empty(0)
+    memo |= {id(tensor): nothing for _, _, tensor in _computed_tensors(module)}
+    copied = copy.deepcopy(module, memo)
+    for layer in copied.modules():
+        for name in [name for name, value in vars(layer).items() if value is nothing]:
+            delattr(layer, name)
+    return copied
+
+
+def _computed_tensors(module: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield layer, attribute and value of computed tensors, which PyTorch cannot copy."""
     for prefix, layer in module.named_modules():
         for name, tensor in vars(layer).items():
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                problems.add(
-                    f"it keeps `{f'{prefix}.{name}' if prefix else name}`, which is computed from other tensors",
-                    "detach it; replace `torch.nn.utils.weight_norm` by `torch.nn.utils.parametrizations.weight_norm`",
-                )
+            is_computed = isinstance(tensor, FakeTensor) or getattr(tensor, "grad_fn", None) is not None
+            if isinstance(tensor, torch.Tensor) and is_computed:
+                yield prefix, name, tensor
+
+
+def check_copyable(module: nn.Module, example_inputs: Any = None) -> None:
+    """Refuse modules that read tensors computed before the forward pass; without an example, that hold any."""
+    computed = [f"{prefix}.{name}" if prefix else name for prefix, name, _ in _computed_tensors(module)]
+    if not computed:
+        return
+    if example_inputs is not None:
+        flat = Flat(copy_module(module), example_inputs)
+        with torch.no_grad(), torch.random.fork_rng(), contextlib.suppress(AttributeError):
+            flat(*flat.inputs.values())
+            return
+    problems = Problems("the module")
+    for name in computed:
+        problems.add(
+            f"it keeps `{name}`, which is computed from other tensors",
+            "detach it; replace `torch.nn.utils.weight_norm` by `torch.nn.utils.parametrizations.weight_norm`",
+        )
     problems.refuse()
 
 
@@ -299,7 +326,7 @@ def _switched_layers(flat: Flat) -> list[nn.Module]:
     leaves = [name for name in owners if not any(flat.module.get_submodule(name).children())]
     if not leaves:
         return []
-    other = copy.deepcopy(flat)
+    other = copy_module(flat)
     layers = {name: other.module.get_submodule(name) for name in leaves}
     before = {name: [buffer.clone() for buffer in layer.buffers()] for name, layer in layers.items()}
     for layer in layers.values():
@@ -315,22 +342,22 @@ def _switched_layers(flat: Flat) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def _in_both_modes(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Let layers compute what they do in inference and in training, of which a step takes the latter."""
+    """Let layers and their hooks compute what they do in inference and in training, which a step takes."""
 
-    def both(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def both(layer: nn.Module, call_layer: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             layer.training = False
-            inference = forward(*args, **kwargs)
+            inference = call_layer(*args, **kwargs)
             layer.training = True
             return pytree.tree_map(
-                lambda x, y: IN_MODE(x, y) if isinstance(y, torch.Tensor) else y, inference, forward(*args, **kwargs)
+                lambda x, y: IN_MODE(x, y) if isinstance(y, torch.Tensor) else y, inference, call_layer(*args, **kwargs)
             )
 
         return call
 
     with contextlib.ExitStack() as stack:
         for layer in layers:
-            stack.enter_context(patch.object(layer, "forward", both(layer, layer.forward)))
+            stack.enter_context(patch.object(layer, "_call_impl", both(layer, layer._call_impl)))
         yield
 
 
