@@ -13,9 +13,8 @@ from torch import nn
 
 import onward
 from onward.frameworks.torch.arguments import Flat, tensors_of
-from onward.frameworks.torch.draws import FixedDraws
 from onward.frameworks.torch.module_capture import copy_module
-from onward.frameworks.torch.probe import NothingDropped
+from onward.frameworks.torch.probe import FixedDraws, NothingDropped
 from zoo import NUDGES, STEPS, Run, nudged, targets_of, without_draws
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,26 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onward.agreement.inputs import example_inputs
-from onward.agreement.steps import StepResult, compare_steps, epsilon_in, types_in, with_fixed_draws, without_dropout
+from onward.agreement.steps import (
+    FACTOR,
+    MODULUS,
+    OFFSET,
+    StepResult,
+    compare_steps,
+    epsilon_in,
+    types_in,
+    with_fixed_draws,
+    without_dropout,
+)
 from onward.agreement.tolerance import Sides, Tolerance
 from onward.engines.engine import Arrays
 from onward.engines.torch.types import from_array, to_array
 from onward.errors import Error, UnsupportedError
 from onward.frameworks.program.trial import step_trial, try_out
 from onward.frameworks.torch.arguments import Flat, hollow_copy, named_tensors, tensors_of
-from onward.frameworks.torch.draws import FixedDraws
 from onward.frameworks.torch.exporter import fault_of_example
 from onward.frameworks.torch.loss import Summand, inner_values, make_loss, summands, takes_all
 from onward.frameworks.torch.module import LIVE, OnnxModule
@@ -346,3 +357,43 @@ _DROPOUTS = (
 )
 _AFTER_MASK = ("dropout_p", "is_causal")
 """Positional arguments of attention after queries, keys, values and the mask."""
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _fixed(draw: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of `with_fixed_draws`, from 0 to 1, in the shape of a draw."""
+    numbers = (torch.arange(draw.numel()) * FACTOR + OFFSET) % MODULUS
+    return (numbers.float() / MODULUS).reshape(draw.shape)
+
+
+def _fixed_normal(draw: torch.Tensor, mean: Any = 0.0, scale: Any = 1.0, *_: Any, **__: Any) -> torch.Tensor:
+    return draw.copy_(_fixed(draw) * (math.sqrt(12) * scale) + (mean - math.sqrt(12) * scale / 2))
+
+
+def _fixed_integers(draw: torch.Tensor, *arguments: Any, **_: Any) -> torch.Tensor:
+    low, high = (0, *(x for x in arguments if isinstance(x, int)))[-2:]
+    return draw.copy_((_fixed(draw) * (high - low) + low).floor())
+
+
+_FIXED: Mapping[Any, Callable[..., torch.Tensor]] = {
+    **dict.fromkeys((torch.ops.aten.rand, torch.ops.aten.rand_like), lambda draw, *_, **__: draw.copy_(_fixed(draw))),
+    **dict.fromkeys((torch.ops.aten.randn, torch.ops.aten.randn_like), lambda draw, *_, **__: _fixed_normal(draw)),
+    **dict.fromkeys((torch.ops.aten.randint, torch.ops.aten.randint_like), _fixed_integers),
+    torch.ops.aten.randperm: lambda draw, *_, **__: draw.copy_(_fixed(draw).argsort()),
+    torch.ops.aten.normal: _fixed_normal,
+    torch.ops.aten.normal_: lambda draw, _, *moments, **__: _fixed_normal(draw, *moments),
+    torch.ops.aten.uniform_: lambda draw, _, low=0.0, high=1.0, **__: draw.copy_(_fixed(draw) * (high - low) + low),
+    torch.ops.aten.exponential_: lambda draw, _, rate=1.0, **__: draw.copy_(_fixed(draw).log() / -rate),
+    torch.ops.aten.bernoulli: lambda draw, p, *_, **__: draw.copy_(_fixed(draw) < p),
+}
+"""Operators -> functions of what they drew and of their arguments."""
+
+
+class FixedDraws(TorchDispatchMode):  # type: ignore[misc]
+    """Mode in which each draw returns the same sequence of numbers."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, fixed = function(*args, **(kwargs or {})), _FIXED.get(function.overloadpacket)
+        return result if fixed is None else fixed(result, *args, **(kwargs or {}))
