@@ -161,10 +161,11 @@ class TestTorch:
         refused(from_torch(module, **one), DataError, "do not fit the loss", hint="of output")
 
     def test_what_is_kept(self):
-        with pytest.warns(FutureWarning):
-            module = torch().nn.utils.weight_norm(torch().nn.Linear(5, 3))
-        module(torch().ones(4, 5))
-        refused(from_torch(module), UnsupportedError, "`weight`, which is computed", hint="parametrizations")
+        """It is computed once, and not by each forward pass."""
+        layer = torch().nn.Linear(5, 3)
+        layer.doubled = 2 * layer.weight.T
+        module = of_forward(lambda layer, x: x @ layer.doubled, layer)
+        refused(from_torch(module), UnsupportedError, "`layer.doubled`, which is computed", hint="parametrizations")
 
     def test_an_optimizer_is_not_guessed(self):
         module = torch().nn.Linear(5, 3)
