@@ -281,7 +281,8 @@ def test_sizes_that_follow_the_inputs_are_open_though_an_output_states_those_of_
 
 def test_a_sequence_as_input_is_refused(tmp_path: Path) -> None:
     model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
-        g (seq(float[N, 4]) xs) => (float[N, 3] y) <float[4, 3] w = {1, 0.5, 0, -1, 0.3, 0.2, 0.7, -0.4, 0.9, 0.1, 0, 1}>
+        g (seq(float[N, 4]) xs) => (float[N, 3] y)
+        <float[4, 3] w = {1, 0.5, 0, -1, 0.3, 0.2, 0.7, -0.4, 0.9, 0.1, 0, 1}>
         { x = ConcatFromSequence<axis = 0>(xs) y = MatMul(x, w) }""")
     with pytest.raises(UnsupportedError, match=r"input `xs` is a sequence\(float32\)"):
         onward.train(model, {"xs": arrays()["state"]}, loss="mse", run=tmp_path / "run")
