@@ -221,7 +221,7 @@ def trial(path: str, settings: Mapping[str, Any], report: dict[str, Any]) -> Non
         best, training, log = run.load_best(), run.load_training(), run.read_log()
     report["remarks"] = [text for event in log for text in _remarks(event)]
     report["stage"] = "losses"
-    losses = [event["loss"] for event in log if event.get("event") in ("epoch", "step") and "loss" in event]
+    losses = [event["loss"] for event in log if event.get("event") == "epoch" and "loss" in event]
     report["losses"] = [losses[0], losses[-1]]
     fail(not np.isfinite(losses).all(), "a loss is not finite")
     fail(not min(losses[1:]) < losses[0], f"the loss does not fall: {losses[0]:.6g} to {losses[-1]:.6g}")
