@@ -19,7 +19,8 @@ class Problems:
     hints: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, problem: str, hint: str) -> None:
-        self.problems.append(problem)
+        if problem not in self.problems:
+            self.problems.append(problem)
         if hint not in self.hints:
             self.hints.append(hint)
 
