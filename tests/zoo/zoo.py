@@ -172,7 +172,7 @@ def _outcome(attempt: Callable[[], Any]) -> tuple[Any, tuple[str, str]]:
     except onward.errors.MismatchError as error:
         return None, (WRONG, error.message)
     except Error as error:
-        return None, (REFUSED if error.hint else RAW, re.sub(r"[^ (]*/site-packages/", "", error.message))
+        return None, (REFUSED if error.hint else RAW, re.sub(r"[^ (]*/(site-packages|zoo)/", "", error.message))
     except WrongError as error:
         return None, (WRONG, str(error))
     except Exception as error:
