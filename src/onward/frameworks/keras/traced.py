@@ -157,8 +157,7 @@ class Tracer:
             return results
 
         examples = with_free_size([array_like(*x) for x in shapes], "batch")
-        if is_layer and any(inner._seed_generators for inner in layer._flatten_layers()):
-            trace(function, {}, examples)
+        trace(function, {}, examples)  # finds the random numbers
         graph = export(function, {}, *examples, *(array_like(*d[1:3]) for d in draws), batch=None)
         sources = [*(x.plain for x in call.tensors), *map(self._weight, variables)]
         sources += [_drawn(op, call.tensors[0].plain, *d) for d in draws]
