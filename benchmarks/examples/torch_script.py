@@ -39,9 +39,8 @@ import onward  # noqa: E402
 from onward.agreement.steps import without_dropout  # noqa: E402
 from onward.engines.torch.types import to_array  # noqa: E402
 from onward.frameworks.torch.arguments import Flat  # noqa: E402
-from onward.frameworks.torch.draws import MeanDraws  # noqa: E402
 from onward.frameworks.torch.optimizer import clip_gradients  # noqa: E402
-from onward.frameworks.torch.probe import NothingDropped  # noqa: E402
+from onward.frameworks.torch.probe import FixedDraws, NothingDropped  # noqa: E402
 from onward.frameworks.torch.traced.optimizer_state import copy_optimizer  # noqa: E402
 from onward.run_state.training_models import from_training_model, to_training_model  # noqa: E402
 from zoo import NUDGES, STEPS, Run, nudged, targets_of  # noqa: E402
@@ -481,7 +480,7 @@ def run(found: Objects, options: Mapping[str, Any]) -> Run:
     flat = Flat(copy.deepcopy(found.module), found.inputs)
     batch = {name: to_array(tensor) for name, tensor in flat.inputs.items()}
     batch |= dict(zip(targets_of(training), map(to_array, found.targets), strict=True))
-    with NothingDropped(), MeanDraws():
+    with NothingDropped(), FixedDraws():
         losses, weights = steps(found, 0)
         moved = [steps(found, seed) for seed in range(1, 1 + NUDGES)]
     names = set(training.graph.initializers)
