@@ -260,3 +260,23 @@ def test_what_another_update_reads_is_not_written_in_place():
     assert first.inputs[-1] is second.inputs[-1] is ready.outputs[0]
     assert {value.name for value in ready.inputs} == {"loss", "h"}
     assert update_in_place(model, update, None) == set()
+
+
+def test_parameters_without_elements_are_left_to_onnxruntime():
+    """As those of an adaptive softmax with a small last cluster."""
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 13]>
+        g (float[N, 4] x) => (float[N, 3] y)
+        { c = MatMul(x, a) d = MatMul(c, b) e = MatMul(x, w) y = Add(e, d) }""")
+    rng = np.random.default_rng(0)
+    for name, shape in {"w": (4, 3), "a": (4, 0), "b": (0, 3)}.items():
+        array = rng.normal(size=shape).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    training = onward.prepare(model, loss="mse", optimizer="adamw:lr=1e-2")
+    batch = {"x": rng.normal(size=(5, 4)).astype(np.float32), "target": np.zeros((5, 3), np.float32)}
+    losses = []
+    for engine in ("onnxruntime", "numpy"):
+        with start(training, engine=engine) as running:
+            batch = dict(zip(running.inputs, batch.values(), strict=True))
+            losses.append([float(running.step(batch)["loss"]) for _ in range(2)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert losses[0][1] < losses[0][0]

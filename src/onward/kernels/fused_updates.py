@@ -72,6 +72,8 @@ def _is_elementwise(node: ir.Node) -> bool:
     sizes = _shape(node)
     if node.op_type not in OPERATORS or not is_standard(node) or sizes is None or node.graph is None:
         return False
+    if 0 in sizes:  # the tensors of an empty parameter have no data
+        return False
     if node.outputs[0].dtype != ir.DataType.FLOAT:
         return False
     operands = node.inputs
