@@ -83,7 +83,7 @@ def _named_attribute(attribute: str, value: Any) -> Any:
 
 _NUMPYS = (
     "BitShift", "BitCast", "Range", "Compress", "NonZero", "Unique", "NonMaxSuppression", "QuantizeLinear",
-    "DequantizeLinear", "DFT", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+    "DequantizeLinear", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
     "RandomUniformLike",
 )  # fmt: skip
 """Operators without a function of Keras that is exact for all types and values."""

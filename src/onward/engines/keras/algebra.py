@@ -120,3 +120,27 @@ def top_k(x, k, *, axis=-1, largest=1, sorted=1):
     values, indices = ops.top_k(last if largest else -last, count)
     values = values if largest else -values
     return ops.moveaxis(values, -1, axis), ops.cast(ops.moveaxis(indices, -1, axis), available("int64"))
+
+
+# ---- Fourier transforms ----------------------------------------------------------------------------------------------
+
+
+@operators.define("DFT")
+def fourier(x, length=None, axis=None, *, inverse=0, onesided=0):
+    """Return the DFT. The last axis is (real, imaginary), or real alone. A one-sided inverse transform is real."""
+    index = (-2 if axis is None else axis) % len(x.shape)
+    wide = ops.cast(x, available("float64"))  # as numpy computes it: terms that cancel leave little
+    parts = [ops.moveaxis(wide[..., i], index, -1) for i in range(x.shape[-1])]
+    real, imaginary = [*parts, ops.zeros_like(parts[0])][:2]
+    count = real.shape[-1]
+    size = length or (2 * (count - 1) if inverse and onesided else count)
+    if onesided:
+        results = [ops.irfft((real, imaginary), size)] if inverse else ops.rfft(real, size)
+    else:
+        ends = [(0, 0)] * (len(real.shape) - 1) + [(0, max(size - count, 0))]
+        real, imaginary = (ops.pad(part[..., :size], ends) for part in (real, imaginary))
+        if inverse:  # the transform of the conjugate, by exchanging the parts
+            results = [part / size for part in reversed(ops.fft((imaginary, real)))]
+        else:
+            results = ops.fft((real, imaginary))
+    return ops.cast(ops.stack([ops.moveaxis(part, -1, index) for part in results], -1), dtype_of(x))
