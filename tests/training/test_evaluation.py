@@ -206,6 +206,47 @@ def test_pictures(pictures: Path) -> None:
     assert message == "the data have 11 classes, the model 10, and it does not name them" and "--class" in hint
 
 
+def test_color_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels that the preprocessing moves, and a resize: as in training, and as PyTorch resizes."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    for number in range(12):
+        folder = tmp_path / "photos" / "ab"[number % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(RNG.integers(0, 255, (11, 13, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+    nodes = [helper.make_node("Flatten", ["image"], ["flat"]), helper.make_node("MatMul", ["flat", "w"], ["logits"])]
+    weights = RNG.normal(size=(192, 2)).astype(np.float32)
+    image = helper.make_tensor_value_info("image", TensorProto.FLOAT, ["N", 3, 8, 8])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", 2])
+    graph = helper.make_graph(nodes, "colors", [image], [logits], [numpy_helper.from_array(weights, "w")])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), "net.onnx")
+    settings: dict[str, Any] = {"preprocess": "resize:size=8 scale channels_first", "validation": "photos"}
+    last = onward.train("net.onnx", "photos", loss="ce", run="run", epochs=1, **settings, **QUIET).load_last()
+    made = evaluate(last, "photos")
+    validated = json.loads(last.ir.metadata_props["onward.metrics"])
+    assert made.metrics["loss"] == pytest.approx(validated["loss"], rel=1e-5)
+    predictions = onward.predict(last, "photos", raw=True, quiet=True).arrays()
+    pixels = np.stack([np.asarray(Image.open(file), np.float32) for file in predictions["file"]])
+    resized = torch.nn.functional.interpolate(
+        torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255, size=(8, 8), mode="bilinear", antialias=True
+    )
+    trained = last.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
+    assert np.allclose(predictions["logits"], resized.flatten(1).numpy() @ trained, atol=1e-4)
+
+
+def test_files_with_some_of_the_classes(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": X[:, 0], "churn": np.where(X[:, 0] > 0, "yes", "no").astype(object)})
+    made = onward.train(
+        linear("N", 1, out=1), frame, loss="bce_with_logits", columns={"target": "churn"}, run=tmp_path / "run", **QUIET
+    ).load_last()
+    yes = frame[frame.churn == "yes"]
+    weight = made.graph.initializers["w"].const_value.numpy().item()  # type: ignore[union-attr]
+    assert evaluate(made, yes).metrics["recall"] == np.mean(weight * yes.x > 0)
+    with pytest.raises(DataError, match="has the class `maybe`"):
+        evaluate(made, frame.assign(churn=["yes", "no", "maybe"] * 70))
+
+
 def test_further_training_keeps_the_numbers_of_classes(tmp_path: Path) -> None:
     """Names in another order than the alphabet's stay with their numbers, also if the new data lack some."""
     pandas = pytest.importorskip("pandas")

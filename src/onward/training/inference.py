@@ -366,6 +366,7 @@ def _open(
 
 def _match(
     data: Dataset | Stream,
+        inputs |= {v.name or "": v for v in with_preprocessing(model, specs).inputs}
     inputs: Mapping[str, ir.Value],
     needed: Mapping[str, ir.Value],
     asked: Mapping[str, str | Sequence[str]],

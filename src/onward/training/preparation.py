@@ -149,7 +149,7 @@ def open_images(
 ) -> tuple[Dataset | Stream, dict[str, Pipeline]]:
     """Open the data of image pipelines; return these with the type and shape of the data.
 
-    `inputs` are those of the model without preprocessing, and targets. `options` are for `open_data`.
+    `inputs` are those of the model with its preprocessing, and targets. `options` are for `open_data`.
     """
     images = {name: pipeline for name, pipeline in by_input.items() if not pipeline.is_text}
     singles = {name: p for name, p in images.items() if p.raw is None or p.raw.dtype is ir.DataType.FLOAT}
