@@ -174,7 +174,7 @@ def match(
 
     Args:
         inputs: values with a `dtype` (of onnx_ir) and a `shape` that begins with the batch.
-        mapping: {input: column} for some inputs; a pattern (`pixel*`) or a list stacks several columns.
+        mapping: {input: column} for some inputs; a pattern (`pixel*`), commas or a list stack several columns.
         may_be_noise: inputs for which a hint may offer random numbers, such as that of a generator.
         class_targets: inputs with class indices of a loss whose classes are on axis 1.
         targets: inputs that losses compare outputs with.
@@ -220,10 +220,12 @@ class _Matcher:
     # ---- by name ----
 
     def _resolve(self, patterns: str | Sequence[str]) -> list[str]:
-        """Return the columns of names or patterns."""
+        """Return the columns of names or patterns; commas separate several."""
         names: list[str] = []
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             matches = [pattern] if pattern in self._columns else fnmatch.filter(self._columns, pattern)
+            if not matches and len(parts := pattern.split(",")) > 1:
+                matches = self._resolve([part.strip() for part in parts])
             if not matches:
                 hint = " ".join(filter(None, [suggest(pattern, self._columns), _list_names("columns", self._columns)]))
                 raise UnknownNameError(f"the data have no column `{pattern}`", hint=hint)
@@ -237,6 +239,8 @@ class _Matcher:
         expected, column = self._inputs[name], self._columns[chosen[0]]
         count = "" if len(chosen) == 1 else f", {len(chosen)} of them stacked"
         hint = f"convert the column, or use another: {_column_option(name, 'COLUMN')}"
+        if expected.shape is not None and len(expected.shape) == 1 and 1 < len(chosen) != (expected.shape[0] or 0):
+            hint = f"name {expected.shape[0] or 'other'} columns: {_column_option(name, 'A,B,...')}"
         if is_float(column.dtype) and expected.dtype.kind in "iu":
             hint = f"floats are not rounded to integers: convert them, as in `{chosen[0]}.astype(np.int64)`"
         if self._may_be_one_hot(name, chosen):
@@ -322,7 +326,8 @@ class _Matcher:
         if missing := self._missing_numbers(name, rest, free):
             return missing
         listed = ", ".join(f'"{column}"' for column in numbers[: min(shape[0], 3)]) + (", ..." if shape[0] > 3 else "")
-        return f"name {shape[0]} columns: columns={{\"{name}\": [{listed}]}}, or --column '{name}=PATTERN'"
+        typed = "PATTERN" if shape[0] > 3 else ",".join(numbers[: shape[0]])
+        return f"name {shape[0]} columns: columns={{\"{name}\": [{listed}]}}, or --column '{name}={typed}'"
 
     def _missing_numbers(self, name: str, rest: list[str], free: list[str]) -> str | None:
         """Return that the columns are too few for a row of numbers and the inputs of one number."""
