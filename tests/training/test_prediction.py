@@ -101,6 +101,12 @@ def test_labels_are_not_features(tmp_path: Path) -> None:
     assert (predict(made, pandas.DataFrame(table)).arrays()["prediction"] == species).mean() > 0.9
     kept = predict(made, pandas.DataFrame(turned), keep="species").arrays()
     assert kept["species"].tolist() == species.tolist()
+    for others in (["a", "c", "d"], ["d", "e", "f"]):  # as many numbers, but not those of the training
+        lacking = pandas.DataFrame(dict(zip(others, table.values(), strict=True)))
+        with pytest.raises(DataError, match=r"has no column `[ab]`, a part of `x` in training"):
+            predict(made, lacking)
+        named = predict(made, lacking, columns={"x": ", ".join(others)}).arrays()
+        assert np.array_equal(named["probabilities"], predict(made, pandas.DataFrame(table)).arrays()["probabilities"])
 
 
 def test_pictures_without_classes(folder: Path) -> None:

@@ -152,14 +152,14 @@ def evaluate(
     other = open_inference({**settings, "model": against}, labeled=True, quiet=quiet, like=inference.says)
     if other.task != inference.task:
         raise RecipeError(
-            f"the models have different tasks: {inference.task} and {other.task}", hint="name it: `--loss`, `--task`"
+            f"the models have different tasks: {inference.task} and {other.task}", hint="evaluate one after the other"
         )
     if other.classes != inference.classes or other.count != inference.count:
         raise RecipeError("the models have different classes", hint="evaluate one after the other")
     groups_before = _Groups(other)
     before = _measure(other, metrics, 0, groups_before)
     changes = _compare(before, evaluation, groups_before, groups)
-    return dataclasses.replace(evaluation, changes=changes, notes=[*evaluation.notes, *before.notes])
+    return dataclasses.replace(evaluation, changes=changes, notes=[*dict.fromkeys([*evaluation.notes, *before.notes])])
 
 
 def _measure(inference: Inference, metrics: Sequence[str] | None, worst: int, groups: _Groups | None) -> Evaluation:

@@ -39,6 +39,7 @@ from onward.training.data import (
 )
 from onward.training.data.dataset import bytes_of_row
 from onward.training.data.sources import parts_of
+from onward.training.data.views import with_classes
 from onward.training.feed import outputs_of, samples_in
 from onward.training.preparation import in_classes, is_open, open_images
 from onward.training.progress import showing_rows
@@ -160,6 +161,11 @@ def open_inference(
     data, model = _open(model, settings, says, needed if labeled else {}, notes)
     inputs = {v.name or "": v for v in model.inputs}
     asked = settings.get("columns") or {}
+    if objective is not None and labeled and classes is not None:  # a file may have some of the classes only
+        named = asked.get(objective.target or "") or says.columns.get(objective.target or "") or objective.target
+        label = named if isinstance(named, str) else next(iter(named or ()), "")
+        if isinstance(data, Dataset) and label in data.columns and data.columns[label].classes is not None:
+            data = with_classes(data, label, classes, title)
     bindings = _match(data, inputs, needed, asked, says, labeled)
     if objective is not None and labeled:
         data, classes = _same_classes(data, bindings[objective.target or ""], classes, count, title, notes)
@@ -360,13 +366,13 @@ def _open(
         return open_data(source, labeled=labeled), with_preprocessing(model, specs)
     with default_hint("to use other operations: `--preprocess SPECS`, or `--preprocess none`"):
         asked = settings.get("columns") or {}
+        inputs |= {v.name or "": v for v in with_preprocessing(model, specs).inputs}
         data, resolved = open_images(by_input, model, inputs, source, asked, labeled=labeled)
     return data, with_preprocessing(model, specs | {name: p.all_specs for name, p in resolved.items()})
 
 
 def _match(
     data: Dataset | Stream,
-        inputs |= {v.name or "": v for v in with_preprocessing(model, specs).inputs}
     inputs: Mapping[str, ir.Value],
     needed: Mapping[str, ir.Value],
     asked: Mapping[str, str | Sequence[str]],
@@ -381,12 +387,22 @@ def _match(
         if name in everything and name not in asked and all(column in data.columns for column in columns)
     }
     own = {name: columns for name, columns in mapping.items() if name not in needed}
+    origin = getattr(data, "origin", "the stream")
+    are_numbers = not any(column.shape for column in data.columns.values())
+    for name, columns in says.columns.items():  # other columns of the same types would fit
+        absent = [column for column in columns if column not in data.columns]
+        is_lost = len(columns) > 1 and (0 < len(absent) < len(columns) or (absent and are_numbers))
+        if name in inputs and name not in asked and is_lost:
+            raise DataError(
+                f"{origin} has no column `{absent[0]}`, a part of `{name}` in training",
+                hint=f"add it, or name all in the order of training: `--column {name}=A,B,...`",
+            )
     if not labeled:
         if any(name not in own for name in inputs):
             with contextlib.suppress(DataError):  # labels, if there are some, are not features
                 return {name: match(data.columns, everything, mapping)[name] for name in inputs}
         return match(data.columns, inputs, own)
-    origin, label = getattr(data, "origin", "the stream"), next(iter(needed))
+    label = next(iter(needed))
     hint = f"name their column: `--column {label}=COLUMN`; `onward predict` needs none"
     if label not in mapping and label in says.columns and own.keys() == inputs.keys():
         raise DataError(f"{origin} has no column `{says.columns[label][0]}`, the labels in training", hint=hint)
