@@ -232,6 +232,10 @@ def test_color_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     trained = last.graph.initializers["w"].const_value.numpy()  # type: ignore[union-attr]
     assert np.allclose(predictions["logits"], resized.flatten(1).numpy() @ trained, atol=1e-4)
+    Image.fromarray(RNG.integers(0, 255, (9, 20, 3), dtype=np.uint8)).save("photos/a/other size.png")
+    settings = {"raw": True, "quiet": True}
+    of_run, of_file = (onward.predict(m, "photos", which="last", **settings) for m in ("run", "run/training.onnx"))
+    assert np.allclose(of_run.arrays()["logits"], of_file.arrays()["logits"], atol=1e-4) and not of_file.notes
 
 
 def test_files_with_some_of_the_classes(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from onward.recipe.losses import loss as named_loss
 from onward.recipe.metrics import Objective, class_names
 from onward.recipe.objective import predictions, terms
 from onward.recipe.preprocessing.join import open_preprocessing, with_preprocessing
-from onward.recipe.preprocessing.pipeline import pipelines
+from onward.recipe.preprocessing.pipeline import Pipeline, pipelines
 from onward.recipe.spec import words
 from onward.standard import IR_VERSION
 from onward.training.data import (
@@ -41,7 +41,7 @@ from onward.training.data.dataset import bytes_of_row
 from onward.training.data.sources import parts_of
 from onward.training.data.views import with_classes
 from onward.training.feed import outputs_of, samples_in
-from onward.training.preparation import in_classes, is_open, open_images
+from onward.training.preparation import in_classes, is_open, open_images, single_pictures
 from onward.training.progress import showing_rows
 from onward.training.run import Run, with_averages
 from onward.transform.declare import check_batch_axis
@@ -138,7 +138,7 @@ def open_inference(
     like: Description | None = None,
 ) -> Inference:
     """Open a model or a run, and data for it. A model that says nothing about itself is `like` another."""
-    model, says, title = _load(settings["model"], settings.get("which", "best"))
+    model, says, title, pictures = _load(settings["model"], settings.get("which", "best"))
     if like is not None and says == Description():
         says = like
     notes: list[str] = []
@@ -158,7 +158,7 @@ def open_inference(
     if not labeled and scores is None and objective is not None and task != "regression":
         notes.append(f"the loss `{objective.name}` gives no probabilities: raw outputs")
     needed = {t.name: ir.Value(name=t.name, type=ir.TensorType(t.dtype), shape=t.shape) for t in targets}
-    data, model = _open(model, settings, says, needed if labeled else {}, notes)
+    data, model = _open(model, settings, says, needed if labeled else {}, pictures, notes)
     inputs = {v.name or "": v for v in model.inputs}
     asked = settings.get("columns") or {}
     if objective is not None and labeled and classes is not None:  # a file may have some of the classes only
@@ -214,8 +214,8 @@ def open_inference(
     )
 
 
-def _load(source: Any, which: str) -> tuple[Model, Description, str]:
-    """Return an inference model, what it says about itself, and its name for messages."""
+def _load(source: Any, which: str) -> tuple[Model, Description, str, dict[str, Pipeline]]:
+    """Return an inference model, what it says about itself, its name for messages, and the image operations in it."""
     if isinstance(source, Run) or (isinstance(source, str | os.PathLike) and os.path.isdir(source)):
         run = source if isinstance(source, Run) else Run(source)
         run.refuse_if_empty()
@@ -225,16 +225,17 @@ def _load(source: Any, which: str) -> tuple[Model, Description, str]:
             names = ("loss", "columns", "batch_axis", "constants")
             says = Description(**{name: config[name] for name in names if config.get(name)})
             says = dataclasses.replace(says, classes=tuple(config["classes"]) if config.get("classes") else None)
-        return model, says, str(run.path)
+        return model, says, str(run.path), {}
     model = load(source)
     path = source if isinstance(source, str | os.PathLike) else model.path
     title = str(path) if path else "the model"
     if not model.is_training_model:
-        return model, Description.read(model), title
+        return model, Description.read(model), title, {}
     says = Description.read(model)
     if says == Description():
         says = Description.of_training(model, None, {}, {})
-    return strip(with_averages(model)), dataclasses.replace(says, preprocess={}), title  # its graph has the operations
+    says = dataclasses.replace(says, preprocess={})  # its graph has the operations
+    return strip(with_averages(model)), says, title, single_pictures(model)
 
 
 def _override(says: Description, settings: Mapping[str, Any]) -> Description:
@@ -334,7 +335,12 @@ def _loss_function(
 
 
 def _open(
-    model: Model, settings: Mapping[str, Any], says: Description, needed: Mapping[str, ir.Value], notes: list[str]
+    model: Model,
+    settings: Mapping[str, Any],
+    says: Description,
+    needed: Mapping[str, ir.Value],
+    pictures: Mapping[str, Pipeline],
+    notes: list[str],
 ) -> tuple[Dataset | Stream, Model]:
     """Open the data. Return them with the model, which gets its preprocessing."""
     source, labeled = settings["data"], bool(needed)
@@ -353,7 +359,7 @@ def _open(
         notes.append(f"preprocessing, as the file says: {' '.join(listed)}")
     inputs = {v.name or "": v for v in model.inputs} | dict(needed)
     if preprocess is None or preprocess in ("none", ["none"]):
-        return open_data(source, images=format_for(inputs), labeled=labeled), model
+        return open_data(source, images=format_for(inputs, pictures), labeled=labeled), model
     preprocess = open_preprocessing(preprocess)
     if isinstance(preprocess, Model):
         model = with_preprocessing(model, preprocess)
