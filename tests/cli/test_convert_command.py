@@ -70,6 +70,11 @@ def test_what_torch_trained_comes_back(folder: Path) -> None:
     ("arguments", "message", "hint"),
     [
         ("training.onnx", "missing option `--to` for `training.onnx`", "--to torch"),
+        (
+            "training.onnx --like digits.onnx",
+            "tensors of models are matched by structure",
+            "digits.onnx --match structure",
+        ),
         ("training.onnx --to caffe", "`caffe` is not one of `torch`", "convert --help"),
         ("training.onnx --to torch -o run", "ends with .pt, not `run`", "run.pt"),
         ("training.onnx --to torch --like digits.onnx", "`--like` has no effect with `--to`", "leave one"),

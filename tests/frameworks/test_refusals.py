@@ -170,7 +170,7 @@ class TestTorch:
     def test_an_optimizer_is_not_guessed(self):
         module = torch().nn.Linear(5, 3)
         call = from_torch(module, optimizer="adam")
-        refused(call, UnsupportedError, "'adam' is not a PyTorch optimizer", hint="torch.optim")
+        refused(call, UnsupportedError, "`optimizer` is a str, not a PyTorch optimizer", hint="torch.optim")
 
     def test_modules_inside_of_others(self):
         """They are no reason to refuse."""

@@ -130,6 +130,9 @@ def convert(
         flag = "--program" if program else "--only-state"
         raise Misuse(f"`{flag}` needs `--to`", f"onward convert {source} --to torch {flag}")
     elif source.suffix == ".onnx" and match != "structure":
+        if like is not None:
+            hint = f"onward convert {source} --like {like} --match structure"
+            raise Misuse(f"`{source}` is a model: tensors of models are matched by structure", hint)
         raise Misuse(f"missing option `--to` for `{source}`", f"onward convert {source} --to torch")
     elif match == "structure" or _is_foreign(source, bool(flags)):
         settings["match"] = match or "names"

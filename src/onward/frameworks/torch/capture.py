@@ -326,7 +326,8 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedError(
-            f"{optimizer!r} is not a PyTorch optimizer", hint="pass `torch.optim.AdamW(module.parameters())`"
+            f"`optimizer` is a {type(optimizer).__name__}, not a PyTorch optimizer",
+            hint="pass `torch.optim.AdamW(module.parameters())`",
         )
     return optimizer
 
