@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from arrival.features import Feature, drafted, features
-from arrival.targets import TARGETS, jax_functions, on_engine, tensorflow_module
+from arrival.targets import TARGETS, jax_functions, on_engine, tensorflow_module, torch_objects
 from arrival.trial import tried
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -165,20 +165,21 @@ def test_each_of_two_steps_is_there_on_engines(name: str) -> None:
     np.testing.assert_allclose(found, on_engine("onnxruntime", threads=1)(alone, same), rtol=1e-5)
 
 
-@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("jax", "tensorflow")])
+@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("torch", "jax", "tensorflow")])
 def test_one_of_two_steps_by_its_number(target: str) -> None:
     """It is carried where that is asked for, with what the other one changes."""
     draft = drafted(features()["two steps"])
     model = draft.model()
     batches = draft.batches(model, 1)
-    found = {"jax": jax_functions, "tensorflow": tensorflow_module}[target](model, batches, 1)
+    targets = {"torch": torch_objects(live=True), "jax": jax_functions, "tensorflow": tensorflow_module}
+    found = targets[target](model, batches, 1)
     np.testing.assert_allclose(found, on_engine("onnxruntime", 1, threads=1)(model, batches), rtol=1e-5)
 
 
-@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("torch", "keras")])
-def test_what_another_step_changes_has_no_place_elsewhere(target: str) -> None:
+@needs("keras")
+def test_what_another_step_changes_has_no_place_in_keras() -> None:
     with pytest.raises(UnsupportedError, match="the others would be lost"):
-        getattr(onward, f"to_{target}")(drafted(features()["two steps"]).model(), step=1)
+        onward.to_keras(drafted(features()["two steps"]).model(), step=1)
 
 
 # ---- what somebody added to a file -----------------------------------------------------------------------------------

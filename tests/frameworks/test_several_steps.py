@@ -120,6 +120,27 @@ def _assert_trained(after: onward.Model, gan: Gan) -> None:
     assert [int(after.array(name)) for name in ("step", "step_1", "step_2")] == [_ROUNDS] * 3
 
 
+def test_steps_of_torch_share_a_module(objects: Any) -> None:
+    gan, training, batch = objects
+    module, optimizer, scheduler, loss = onward.to_torch(training)
+    assert scheduler == dict.fromkeys(_READ)
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    module.double().float()  # the steps see tensors that are replaced
+    for name, expected in _plain_loop(gan, batch):
+        inputs = [tensors[key] for key in _READ[name] if key != "target"]
+        targets = [tensors["target"]] if name == "information" else []
+        value = loss[name](module.steps[name](*inputs), *targets)
+        optimizer[name].zero_grad()
+        value.backward()
+        optimizer[name].step()
+        np.testing.assert_allclose(float(value.detach()), expected, rtol=1e-5)
+    for name, expected in gan.named_parameters():
+        torch.testing.assert_close(module.state_dict()[name], expected.detach(), rtol=1e-4, atol=1e-6)
+    code = gan.encoder(gan.generator(tensors["z"]))
+    torch.testing.assert_close(module(tensors["z"], tensors["x"])["code"], code, rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(module.to_model().array("encoder.bias"), module.arrays()["encoder.bias"])
+
+
 @needs("jax", "optax")
 def test_steps_of_jax_share_a_state(objects: Any) -> None:
     import jax
@@ -156,7 +177,43 @@ def test_steps_of_a_saved_model_share_variables(objects: Any, tmp_path: Path) ->
         _assert_trained(after, gan)
 
 
-@pytest.mark.parametrize("target", [pytest.param(name, marks=needs(name)) for name in ("torch", "keras")])
-def test_others_hold_one_step(target: str, objects: Any) -> None:
-    with pytest.raises(UnsupportedError, match="has 3 steps"):
-        getattr(onward, f"to_{target}")(objects[1])
+def test_normalizations_follow_the_step_that_trains_them() -> None:
+    """One that a step freezes keeps its statistics there; so it does on the engines."""
+    shapes = {"g_weight": (4, 3), "g_scale": (4,), "g_bias": (4,), "d_weight": (1, 4), "d_scale": (4,), "d_bias": (4,)}
+    text = """<ir_version: 10, opset_import: ["" : 20]>
+        gan (float[n,3] z, float[n,4] x) => (float[n,1] fake, float[n,1] real) {
+            h = Gemm <transB: int = 1> (z, g_weight)
+            generated = BatchNormalization (h, g_scale, g_bias, g_mean, g_var)
+            normal = BatchNormalization (generated, d_scale, d_bias, d_mean, d_var)
+            fake = Gemm <transB: int = 1> (normal, d_weight)
+            normal_x = BatchNormalization (x, d_scale, d_bias, x_mean, x_var)
+            real = Gemm <transB: int = 1> (normal_x, d_weight)
+        }"""
+    proto, rng = onnx.parser.parse_model(text), np.random.default_rng(0)
+    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays |= {f"{key}_{name}": np.full(4, name == "var", np.float32) for key in "gdx" for name in ("mean", "var")}
+    proto.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
+    both, options = ["fake=mse:constant=0", "real=mse:constant=1,scale=0.5"], {"optimizer": "sgd:lr=0.1", "clip": 1.0}
+    training = onward.prepare(onward.load(proto), loss=both, trainable="d_*", name="d", **options)
+    training = onward.prepare(training, loss="fake=mse", trainable="g_*", name="g", append=True, **options)
+    module, optimizer, _, loss = onward.to_torch(training)
+    engine = onward.engines.start(training, threads=1)
+    for _ in range(2):
+        batch = {"z": rng.normal(size=(6, 3)), "x": rng.normal(size=(6, 4)), "target": rng.normal(size=(6, 1))}
+        batch = {name: array.astype(np.float32) for name, array in batch.items()}
+        engine.step(batch)
+        z, x, target = map(torch.from_numpy, batch.values())
+        for name, inputs, targets in (("d", (z, x), ()), ("g", (z,), (target,))):
+            optimizer[name].zero_grad()
+            loss[name](module.steps[name](*inputs), *targets).backward()
+            optimizer[name].step()
+    after = engine.updated()
+    for name in arrays:
+        np.testing.assert_allclose(module.arrays()[name], after.array(name), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@needs("keras")
+def test_keras_holds_one_step(objects: Any) -> None:
+    with pytest.raises(UnsupportedError, match="has 3 steps") as refusal:
+        onward.to_keras(objects[1])
+    assert "onward.to_torch(training)" in str(refusal.value)

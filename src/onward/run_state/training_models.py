@@ -122,6 +122,9 @@ def nothing_learns() -> UnsupportedError:
     )
 
 
+_ALL_STEPS = "convert all: `onward.to_torch(training)`, `onward.to_jax(training)` or `onward.to_tensorflow(training)`"
+
+
 def step_of(model: Model, requested: int | None = None) -> int:
     """Return the index of a step, or of the only one."""
     if not model.steps:
@@ -132,8 +135,8 @@ def step_of(model: Model, requested: int | None = None) -> int:
     if requested is None and len(model.steps) > 1:
         names = ", ".join(f"`{name}`" for name in step_names(model))
         raise UnsupportedError(
-            f"the training model has {len(model.steps)} steps ({names}), and frameworks run one",
-            hint="name one with `step=...`, or run all: `onward.engines.start(model, engine=...)`",
+            f"the training model has {len(model.steps)} steps ({names}), and only one fits here",
+            hint=_ALL_STEPS,
         )
     return model.steps.index(model.step(requested or 0))
 
@@ -144,7 +147,7 @@ def only_step_of(model: Model, requested: int | None = None) -> int:
     if len(model.steps) > 1:
         raise UnsupportedError(
             f"the training model has {len(model.steps)} steps, and the others would be lost",
-            hint="`onward.to_tensorflow(training, step=...)` keeps them; so does every engine: `onward.engines.start`",
+            hint=_ALL_STEPS,
         )
     return index
 
@@ -198,11 +201,8 @@ def from_training_model(model: Model, index: int = 0, *, forward: bool = True) -
             raise _not_carried("it scales its loss")
         if others or len(step.gradients()) != 1:
             raise _not_carried(f"it differentiates {list_names(others, 3) or 'more than its loss'}")
-    elif any(term.spec.name == "custom" for term in terms(run.loss)):
+    elif any(t.spec.name == "custom" for t in terms(run.loss)) or any("constant" in f for f in step.fact("train.loss")):
         run = dataclasses.replace(run, loss=loss_graph(model, index))
-    elif any("constant" in fact for fact in step.fact("train.loss")):
-        reason = "the loss compares an output with a constant, which no framework has as an object"
-        raise UnsupportedError(reason, hint=RUN_ITSELF)
     if left_out := differences(model, index, _rewritten(run, forward), forward=forward):
         reasons = [_UNSUPPORTED[key] for key in recipe if key in _UNSUPPORTED and forward]
         raise _not_carried(*reasons or [f"it computes {' and '.join(left_out[:3])} differently from its recipe"])

@@ -45,13 +45,13 @@ def lowered_step(model: Model, batches: Sequence[Arrays]) -> list[float]:
 def torch_objects(live: bool) -> Target:
     """Dropout is left out there: PyTorch draws numbers of its own."""
 
-    def run(model: Model, batches: Sequence[Arrays]) -> list[float]:
+    def run(model: Model, batches: Sequence[Arrays], step: int = 0) -> list[float]:
         import torch
         from torch import nn
 
         from onward.frameworks.torch.schedule import updates_per_step
 
-        module, optimizer, scheduler, loss = onward.to_torch(model, live=live)
+        module, optimizer, scheduler, loss = onward.to_torch(model, step=step, live=live)
         if has_dropout(model):
             dropouts = [layer for layer in module.modules() if isinstance(layer, nn.Dropout)]
             assert live or dropouts
@@ -59,8 +59,8 @@ def torch_objects(live: bool) -> Target:
                 layer.p = 0.0
             if live:
                 module.leave_out_dropout()
-        description = onward.describe(model).steps[0].loss
-        every, losses = updates_per_step(from_training_model(model)), []
+        description = onward.describe(model).steps[step].loss
+        every, losses = 1 if scheduler is None else updates_per_step(from_training_model(model)), []
         for number, batch in enumerate(batches, 1):
             tensors = {name: torch.from_numpy(np.array(array)) for name, array in batch.items()}
             optimizer.zero_grad()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from onward.arguments import checked
 from onward.engines.torch.types import from_array, to_array
@@ -27,21 +26,31 @@ from onward.frameworks.torch.probe import NativeRun, probe_live
 from onward.frameworks.torch.schedule import make_schedule, read_schedule, updates_per_step
 from onward.frameworks.torch.traced.optimizer_state import parameters_of
 from onward.model import Model, Source, load
+from onward.recipe.objective import read_values
+from onward.recipe.objective import terms as terms_of
 from onward.run_state.problems import Problems
 from onward.run_state.standard_steps import adopt
 from onward.run_state.state import RunState
-from onward.run_state.training_models import from_training_model, only_step_of
+from onward.run_state.training_models import from_training_model, one_step_of, step_names, step_of
 from onward.transform.declare import require_shapes
 from onward.transform.opset import of_one_opset
+from onward.transform.training import keep_only, without_steps
 
 
 class TorchTraining(NamedTuple):
-    """Training run as PyTorch objects."""
+    """Training run as PyTorch objects.
+
+    For a training model with several steps, all but `module` are dictionaries by the name of the
+    step, and `module.steps[name]` is the forward pass of a step.
+    """
 
     module: nn.Module
-    optimizer: Optimizer
-    scheduler: LRScheduler | None
-    loss: nn.Module
+    optimizer: Any
+    """`Optimizer`, with clipping"""
+    scheduler: Any
+    """`LRScheduler` or None"""
+    loss: Any
+    """`nn.Module`"""
 
 
 @checked(types=False)
@@ -62,13 +71,14 @@ def to_torch(
     A training model becomes a `TorchTraining`. Use its objects in an ordinary training loop. The
     scheduler steps after the optimizer, once per epoch if it counts epochs. If the training model
     clips gradients, the step of the optimizer does. A module with several outputs returns them by
-    name, with inner values that the loss reads: `loss(module(x), y)`.
+    name, with inner values that the loss reads: `loss(module(x), y)`. Several steps become
+    dictionaries by name with one module: `loss["generator"](module.steps["generator"](z))`.
 
     An inference model becomes an `nn.Module` in eval mode, with its weights as parameters. Train it
     with any loss and optimizer of PyTorch.
 
     - `training`: a training model, or an inference model
-    - `step`: index of the step; PyTorch objects have one step only, so a model with several is refused
+    - `step`: index of the only step to convert (default: all)
     - `probe`: run a few steps on both sides with generated inputs, and compare; for an inference
       model, compare its outputs with those of ONNX Runtime
     - `live`: let the module execute the graph (default: yes); otherwise return a generated class of
@@ -85,22 +95,70 @@ def to_torch(
     model = load(training)
     if not model.steps and step is None:
         return _module(model, probe=probe, live=live, blocks=blocks, sync_batch_norm=sync_batch_norm)
-    model = adopt(of_one_opset(model))
-    index = only_step_of(model, step)
-    if probe:
-        require_shapes(model, index, "a comparison of both sides (`probe`)")
-    run = from_training_model(model, index)
+    model = of_one_opset(model)
+    if step is None and len(model.steps) > 1:
+        if blocks or not live:
+            raise UnsupportedError(
+                f"several steps share one module, which is live and has no {'`blocks`' if blocks else 'source'}",
+                hint="convert one step: `onward.to_torch(training, step=0)`",
+            )
+        return _several(model, probe=probe, sync_batch_norm=sync_batch_norm)
+    index = step_of(model, step)
+    model = adopt(one_step_of(model, index)[0] if len(model.steps) > 1 else model)
+    run = _read(model, probe)
     training_objects = _make_objects(run, blocks=blocks)
     if probe:
-        copies = copy.deepcopy(training_objects[:3])  # without the hook that clips
-        terms = summands(training_objects.loss, None)
-        probe_live(NativeRun(*copies, training_objects.loss, terms, run.clip, updates_per_step(run)), run)
+        _probe(training_objects, run)
     if live:
         training_objects.module.sync_batch_norm(sync_batch_norm)
         return training_objects
     from onward.frameworks.torch.program.source import run_program, write_program
 
     return TorchTraining(*run_program(write_program(model, training_objects), training_objects))
+
+
+def _read(model: Model, probe: bool) -> RunState:
+    """Return the run of a training model with one step."""
+    if probe:
+        require_shapes(model, 0, "a comparison of both sides (`probe`)")
+    run, problems = from_training_model(model), Problems("the training model")
+    for key, words in _WITHOUT_OBJECT.items():
+        if key in run.recipe:
+            problems.add(f"{words}, which no PyTorch object does", f"prepare without `{key}`, and do this in the loop")
+    problems.refuse()
+    return run
+
+
+def _probe(objects: TorchTraining, run: RunState) -> None:
+    copies = copy.deepcopy(objects[:3])  # without the hook that clips
+    terms = summands(objects.loss, None)
+    probe_live(NativeRun(*copies, objects.loss, terms, run.clip, updates_per_step(run)), run)
+
+
+def _several(model: Model, *, probe: bool, sync_batch_norm: bool) -> TorchTraining:
+    """Return one module, and the other objects of all steps by name."""
+    names = step_names(model)
+    runs = {name: _read(adopt(one_step_of(model, index)[0]), probe) for index, name in enumerate(names)}
+    if updated := [name for run in runs.values() for name in run.updates]:
+        raise UnsupportedError(
+            f"several steps and a forward pass that changes the buffer `{updated[0]}`",
+            hint="convert one step: `onward.to_torch(training, step=0)`",
+        )
+    trained = {name for run in runs.values() for name in run.parameters}
+    module = to_module(without_steps(model), trainable=trained).eval()
+    module.sync_batch_norm(sync_batch_norm)
+    result, parameters = TorchTraining(module, {}, {}, {}), module.parameters_by_name()
+    for name, run in runs.items():
+        model = run.model.copy()
+        keep_only(model, read_values(model, terms_of(run.loss)))
+        run = dataclasses.replace(run, model=model)
+        module.add_step(name, [value.name or "" for value in model.outputs], run.parameters, run.statistics)
+        objects = _objects(run, module.steps[name], {own: parameters[own] for own in run.parameters})
+        if probe:
+            _probe(objects, run)
+        for by_name, own in zip(result[1:], objects[1:], strict=True):
+            by_name[name] = own
+    return result
 
 
 def live_module(model: Model, *, blocks: bool = False) -> OnnxModule:
@@ -130,16 +188,11 @@ def _module(model: Model, *, probe: bool, live: bool, blocks: bool, sync_batch_n
 
 
 def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
-    problems = Problems("the training model")
-    for key, words in _WITHOUT_OBJECT.items():
-        if key in run.recipe:
-            problems.add(f"{words}, which no PyTorch object does", f"prepare without `{key}`, and do this in the loop")
-    problems.refuse()
     for value in batch_counters(run.model):  # add the batches of training outside of PyTorch
         assert value.const_value is not None and value.name is not None
         since = run.step - int(value.metadata_props.get(STEP, run.step))
         run.model.set(value.name, value.const_value.numpy() + since)
-    watched, outputs = inner_values(run.loss, run.model), [value.name or "" for value in run.model.outputs]
+    watched = inner_values(run.loss, run.model)
     module = to_module(
         run.model,
         trainable=run.parameters,
@@ -148,14 +201,20 @@ def _make_objects(run: RunState, *, blocks: bool = False) -> TorchTraining:
         updates=run.updates,
         blocks=blocks,
     )
-    parameters = module.parameters_by_name()
+    return _objects(run, module.train(), module.parameters_by_name(), watched)
+
+
+def _objects(
+    run: RunState, module: nn.Module, parameters: Mapping[str, nn.Parameter], watched: Collection[str] = ()
+) -> TorchTraining:
+    outputs = [value.name or "" for value in run.model.outputs]
     optimizer = make_optimizer(run, parameters)
     scheduler = make_schedule(run, optimizer)
     _add_idle(optimizer, run, parameters)
     if run.clip is not None:
         inner = clipped_optimizer(optimizer)
         inner.register_step_pre_hook(ClipHook(run.clip, sum(parameter.numel() for parameter in parameters_of(inner))))
-    return TorchTraining(module.train(), optimizer, scheduler, make_loss(run.loss, watched, outputs))
+    return TorchTraining(module, optimizer, scheduler, make_loss(run.loss, watched, outputs))
 
 
 _WITHOUT_OBJECT = {

@@ -257,7 +257,8 @@ def inner_values(loss: Any, model: Model) -> list[str]:
 
 def takes_all(terms: Sequence[LossTerm]) -> bool:
     """True if the loss of `make_loss` takes all that the module returns, and all targets."""
-    return any(term.name == "custom" for term in terms) or (len(terms) == 1 and terms[0].name == "value")
+    is_graph = any(term.name == "custom" or (term.name != "value" and not term.inputs) for term in terms)
+    return is_graph or (len(terms) == 1 and terms[0].name == "value")
 
 
 class GraphLoss(nn.Module):  # type: ignore[misc]

@@ -6,6 +6,7 @@ recomputed or compiled alone.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,6 +32,7 @@ from onward.standard import OLDEST_OPSET
 from onward.transform.float_type import convert_floats
 from onward.transform.inline import inline
 from onward.transform.opset import of_one_opset
+from onward.transform.training import keep_only
 
 LIVE = "use the live module: `onward.to_torch(training)`"
 """Hint for models that cannot be written as programs."""
@@ -59,6 +61,8 @@ class Graph:
     """Inner outputs that only update buffers."""
     segments: Sequence[GraphSegment] = ()
     """Parts of `program` if it is split into blocks."""
+    frozen: Collection[str] = ()
+    """Parameters without a gradient, whatever their `requires_grad` is."""
 
     @classmethod
     def of(
@@ -153,6 +157,25 @@ class Graph:
         programs = {program: change(program) for program in dict.fromkeys(s.program for s in self.segments)}
         segments = [dataclasses.replace(segment, program=programs[segment.program]) for segment in self.segments]
         return dataclasses.replace(self, program=change(self.program), segments=segments)
+
+    def of_step(self, outputs: Collection[str], trainable: Collection[str], statistics: Variance) -> Graph:
+        """Return what one of several steps computes: these outputs, with the tensors of the whole graph."""
+        model, frozen = self.model.copy(), [name for name in self.learns if name not in trainable]
+        tensors = [value for value in model.graph.inputs if value.name in self.state]
+        keep_only(model, [value for value in values(model.graph) if value.name in outputs])
+        inputs = [value for value in model.graph.inputs if value not in tensors]
+        model.graph.inputs[:] = [*inputs, *tensors]
+        switched = [node for node in model.graph.all_nodes() if node.name in self.program.switched]
+        switched = [node for node in switched if node.inputs[1] is None or node.inputs[1].name not in frozen]
+        names = [node.name or "" for node in switched]
+        return dataclasses.replace(
+            self,
+            program=dataclasses.replace(self.program, model=model, statistics=statistics, switched=names),
+            inputs=[value.name or "" for value in inputs],
+            outputs=[value.name or "" for value in model.outputs],
+            counters=[name for node in switched if (name := _counter(node)) in self.state],
+            frozen=frozen,
+        )
 
     def with_state(self, state: Mapping[str, torch.Tensor]) -> Model:
         """Return the model with the tensors of a module."""
@@ -264,12 +287,14 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
 
     It takes the inputs of the graph by position or name, and returns its output, or several by
     name. In training, Dropout drops and BatchNorm updates its statistics; in inference both follow
-    the model.
+    the model. `steps` has the forward pass of each of several steps, in modules that share all
+    tensors.
     """
 
     def __init__(self, graph: Graph):
         super().__init__()
         self._graph = graph
+        self.steps: dict[str, OnnxModule] = {}
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in graph.state.items():
             parameter_data = from_array(tensor.numpy()).clone()
@@ -319,11 +344,19 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         """Return the tensors of the `state_dict` by their names in the model."""
         return {n: to_array(x) for n, x in self._whole_state().items() if n not in self._graph.constants}
 
+    def add_step(self, name: str, outputs: Collection[str], trainable: Collection[str], statistics: Variance) -> None:
+        """Add the forward pass of one of several steps, in training."""
+        step = copy.copy(self)  # has the same dictionaries of tensors, so that `to` converts all
+        step._graph, step.steps = self._graph.of_step(outputs, trainable, statistics), {}
+        step.training = True
+        self.steps[name] = step
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         arguments = dict(zip(self._graph.inputs, inputs, strict=False)) | named
         if arguments.keys() != set(self._graph.inputs) or len(arguments) != len(inputs) + len(named):
             raise TypeError(f"the module takes {', '.join(self._graph.inputs)}")
         state = self._state()
+        state |= {name: state[name].detach() for name in self._graph.frozen}
         if self.training:
             for counter in self._graph.counters:
                 state[counter] += 1
@@ -390,6 +423,8 @@ class OnnxModule(nn.Module):  # type: ignore[misc]
         segments = (segment for segment in self._graph.segments if segment.piece.is_block)
         for block, segment in zip(self.repeated_blocks(), segments, strict=True):
             block._program = segment.program
+        for step in self.steps.values():
+            step._change_programs(change)
 
     def to_model(self) -> Model:
         """Return the model with the current weights."""

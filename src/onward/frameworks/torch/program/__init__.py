@@ -28,7 +28,7 @@ from onward.model.state import STEP
 from onward.model.storage.transaction import replacing
 from onward.run_state.problems import Problems
 from onward.run_state.state import ParameterGroup
-from onward.run_state.training_models import from_training_model
+from onward.run_state.training_models import from_training_model, step_of
 
 _HINT = "write it with `save` of the program beside it"
 _EXTRA_BYTES = 64 << 20
@@ -164,7 +164,7 @@ def _tensor_problems(tensor: torch.Tensor, name: str) -> Iterator[str]:
 
 def write(model: Model, path: Path) -> list[Path]:
     """Write the state to `path` and the program that makes the run, or the module, beside it; return both paths."""
-    objects, program = to_torch(model), program_beside(path)
+    objects, program = to_torch(model, step=step_of(model) if model.steps else None), program_beside(path)
     live = objects if model.steps else (objects, None, None, None)
     source = write_program(model, live, path.name)
     state = io.BytesIO()
