@@ -226,7 +226,8 @@ def test_color_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     validated = json.loads(last.ir.metadata_props["onward.metrics"])
     assert made.metrics["loss"] == pytest.approx(validated["loss"], rel=1e-5)
     predictions = onward.predict(last, "photos", raw=True, quiet=True).arrays()
-    pixels = np.stack([np.asarray(Image.open(file), np.float32) for file in predictions["file"]])
+    files = predictions["file"].tolist()
+    pixels = np.stack([np.asarray(Image.open(file), np.float32) for file in files])
     resized = torch.nn.functional.interpolate(
         torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255, size=(8, 8), mode="bilinear", antialias=True
     )
@@ -236,6 +237,13 @@ def test_color_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     settings = {"raw": True, "quiet": True}
     of_run, of_file = (onward.predict(m, "photos", which="last", **settings) for m in ("run", "run/training.onnx"))
     assert np.allclose(of_run.arrays()["logits"], of_file.arrays()["logits"], atol=1e-4) and not of_file.notes
+    stripped = onward.transform.strip(onward.load("run/training.onnx"))  # its graph has the operations
+    assert Description.read(stripped).preprocess == {}
+    shown = run("describe", "run/last.onnx").stdout
+    assert "preprocess  {" in shown and "task        classification" in shown
+    joined = onward.pipelines.join(onward.pipelines.make("resize:size=8 scale channels_first", last), last)
+    assert Description.read(joined).preprocess == {} and Description.read(joined).task == "classification"
+    assert np.array_equal(onward.predict(stripped, files[0], **settings).arrays()["logits"], predictions["logits"][:1])
 
 
 def test_files_with_some_of_the_classes(tmp_path: Path) -> None:

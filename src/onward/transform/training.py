@@ -46,9 +46,12 @@ def strip(model: Source) -> Model:
 
 def without_steps(source: Source) -> Model:
     """Return a copy without training, in the form in which it is trained."""
-    model = load(source).copy(steps=False)
+    source = load(source)
+    model = source.copy(steps=False)
     for key in [key for key in model.metadata if key.startswith("train.")]:
         del model.metadata[key]
+    if source.is_training_model:
+        model.metadata.pop("onward.preprocess", None)  # its graph has the operations
     drop_unused_definitions(model)
     return model
 

@@ -60,6 +60,8 @@ def with_preprocessing(source: Model, preprocess: Any) -> Model:
     preprocess = open_preprocessing(preprocess)
     model = convert_opset(source, max(source.opset, opset_of(preprocess))).copy()
     put_before(model, preprocess)
+    if preprocess is not None:
+        model.metadata.pop("onward.preprocess", None)  # the graph has the operations
     model.ir.ir_version = max(model.ir.ir_version or 0, METADATA_IR)
     return stamp(model)
 
