@@ -260,7 +260,7 @@ WEIGHT = "bytes group name numbers reason role shape steps type"
 AMOUNT = "bytes numbers tensors"
 KEYS = {
     "": "file format inputs name outputs parameters quantization remarks steps weights",
-    "file": "bytes external_bytes external_files functions ir_version nodes opset opsets path producer",
+    "file": "bytes external_bytes external_files functions ir_version nodes opset opsets path producer says",
     "inputs": "name shape type",
     "outputs": "name shape type",
     "parameters": "constant frozen statistics trainable trained",
@@ -284,7 +284,7 @@ KEYS = {
     "steps.state": "bytes role tensors",
     "steps.trained": AMOUNT,
 }
-FREE = {"opsets", "hyper", "options", "numbers", "choices", "settings", "recorded", "hyperparameters"}
+FREE = {"opsets", "hyper", "options", "numbers", "choices", "settings", "recorded", "hyperparameters", "says"}
 
 
 def keys(item: Any, place: str = "") -> dict[str, str]:

@@ -48,7 +48,7 @@ def evaluate(model: _Model, *, quiet: _Quiet = False, as_json: options.Json = Fa
         return
     for note in evaluation.notes:
         remark(note)
-    _show(evaluation)
+    _show(evaluation, settings.get("against"))
 
 
 @command(
@@ -102,8 +102,11 @@ def _settings(kind: type, model: Path, typed: dict[str, Any], name: str) -> dict
     return {**asked, "model": str(model), "data": source_of(typed["data"])}
 
 
-def _show(evaluation: Evaluation) -> None:
-    say(f"{evaluation.model}: {evaluation.task or 'loss only'}, {evaluation.rows:,} rows")
+def _show(evaluation: Evaluation, against: str | None = None) -> None:
+    from onward.inspect.formatting import quantity
+
+    compared = "" if against is None else f", before: {against}"
+    say(f"{evaluation.model}: {evaluation.task or 'loss only'}, {quantity(evaluation.rows, 'row')}{compared}")
     if evaluation.changes:
         rows = [("metric", "before", "after", "change", "95 % interval")]
         for name, change in evaluation.changes.items():

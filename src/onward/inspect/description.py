@@ -112,6 +112,11 @@ def _file(model: Model) -> File:
         producer=" ".join(text for text in (model.ir.producer_name, model.ir.producer_version) if text),
         nodes=sum(1 for _ in model.graph.all_nodes()),
         functions=tuple(f"{domain}.{name}" for domain, name, _ in model.functions),
+        says={
+            key.removeprefix(f"{DOMAIN}."): text
+            for key, text in sorted(model.metadata.items())
+            if key.startswith(f"{DOMAIN}.")
+        },
     )
 
 

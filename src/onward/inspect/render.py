@@ -184,6 +184,8 @@ def model_rows(summary: Summary) -> Iterator[Row]:
         yield "made by", shorten(summary.file.producer)
     yield from _ports("in", summary.inputs)
     yield from _ports("out", summary.outputs)
+    for key, text in summary.file.says.items():
+        yield key, shorten(text)
     if summary.is_training_model:
         yield from _parameters(summary)
     for role in ("frozen", "trainable", "statistics", "constant"):

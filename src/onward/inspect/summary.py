@@ -44,6 +44,8 @@ class File:
     nodes: int
     """Nodes of the inference graph, nested ones included."""
     functions: tuple[str, ...]
+    says: dict[str, str]
+    """Task, classes, columns, preprocessing ... as `train` writes them."""
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ class Summary:
     """Contents of a model. `to_json` has the names of the fields as keys, at every level:
 
     - `format`: 1
-    - `name`; `file`: path, bytes, external_bytes, external_files, ir_version, opset, opsets, producer, nodes, functions
+    - `name`; `file`: path, bytes, external_bytes, external_files, ir_version, opset, opsets, producer, nodes,
+      functions, says (task, classes, columns, preprocessing ... as `train` writes them)
     - `inputs`, `outputs` of the inference graph: lists of name, type, shape (numbers, names and null; null if unknown)
     - `parameters`: trained, frozen, trainable, statistics, constant; each with tensors, numbers, bytes
     - `remarks`: sentences about weights that an exporter folded, merged or added, and about augmentation
