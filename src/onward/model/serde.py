@@ -55,8 +55,8 @@ def load(model: Source) -> Model:
         return _from_nowhere(proto)
     if isinstance(model, bytes | bytearray | memoryview):
         return _from_nowhere(storage.parse_proto(bytes(model)))
-    path = _file_of(Path(fetched(model)))
-    opened = storage.open_model(path)
+    file = _file_of(fetched(model))
+    opened, path = storage.open_model(file), Path(file)
     model = from_proto(opened.proto)
     _refuse_native_kernels(opened.proto)
     storage.hold_data(tensor_sites(model), opened.folder, opened.files)
@@ -64,11 +64,14 @@ def load(model: Source) -> Model:
     return model
 
 
-def _file_of(path: Path) -> Path:
-    """Return the model of a folder of onnxruntime-genai; any other path as it is."""
+def _file_of(source: Any) -> Any:
+    """Return the model of a folder of onnxruntime-genai; anything else as it is."""
+    if not isinstance(source, str | os.PathLike) or not os.path.isdir(source):
+        return source
+    path = Path(source)
     configuration = path / "genai_config.json"
     if not configuration.is_file():
-        return path
+        return source
     with blame_file(f"`{configuration}` does not name a model", *SENSELESS, OSError):
         name = json.loads(configuration.read_text(encoding="utf-8"))["model"]["decoder"]["filename"]
         if not is_plain_name(name):

@@ -22,7 +22,7 @@ from onward.model.core import values
 from onward.recipe.losses import LOSSES
 from onward.recipe.metrics import SCORES, Objective, labels_of, objectives
 from onward.recipe.objective import is_of_scores, source_of_scores
-from onward.recipe.spec import Spec
+from onward.recipe.spec import Spec, parse
 
 PREFIX = "onward."
 GRAPH = "graph"
@@ -150,7 +150,8 @@ def _as_text(preprocess: Any) -> Mapping[str, str] | str:
     if isinstance(preprocess, dict):
         return {name: str(_as_text(specs)) for name, specs in preprocess.items()}
     specs = [preprocess] if isinstance(preprocess, str) else preprocess
-    return " ".join(spec for spec in specs if not spec.startswith("input:"))
+    texts = [spec if isinstance(spec, str) else str(parse(spec)) for spec in specs]
+    return " ".join(text for text in texts if not text.startswith("input:"))
 
 
 def _names_of_ultralytics(text: str | None) -> tuple[str, ...] | None:

@@ -85,10 +85,12 @@ def with_output(loss: Any, output: str) -> Any:
 
 def _written(term: Term) -> Any:
     """Return a term as a recipe has it."""
+    if term.spec.name == _EXISTING:
+        return _EXISTING if term.output is None else f"{_EXISTING}:{term.output}"
     spec: Any = term.custom
     if term.custom is None:
         factors = {"scale": term.scale, **({} if term.constant is None else {"constant": term.constant})}
-        spec = {"name": term.spec.name, **term.spec.options, **(factors if term.spec.name != _EXISTING else {})}
+        spec = {"name": term.spec.name, **term.spec.options, **factors}
     return spec if term.output is None else {term.output: spec}
 
 
