@@ -72,6 +72,8 @@ USAGE = [
     ("engines x", "unexpected argument `x`", "onward engines [OPTIONS]"),
     ("engines --jso", "no such option: --jso", "did you mean `--json`?"),
     ("report", "missing argument `RUN`", "report --help"),
+    ("evaluate digits.onnx", "missing option `--data`", "evaluate --help"),
+    ("predict", "missing argument `MODEL`", "predict --help"),
     ("set training.onnx --list step=1", "`--list` sets nothing", "leave it out"),
     ("set group0/lr=1 training.onnx", "`training.onnx` does not have the form", "the model comes first"),
     ("rename training.onnx image=a image=b", "`image` is given twice", "pass each name once"),

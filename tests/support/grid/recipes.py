@@ -102,6 +102,7 @@ LOSSES: dict[str, Data] = {
 SCHEDULE_ROWS = [
     "constant",
     "constant:warmup=4",
+    "table:factors=[1,0.5,0.25,0.1]",
     "step:size=2,gamma=0.5",
     "step:size=2,gamma=0.5,every=2",
     "multistep:milestones=[4,6],gamma=0.5",
