@@ -149,9 +149,8 @@ def _as_text(preprocess: Any) -> Mapping[str, str] | str:
         return GRAPH
     if isinstance(preprocess, dict):
         return {name: str(_as_text(specs)) for name, specs in preprocess.items()}
-    specs = [preprocess] if isinstance(preprocess, str) else preprocess
-    texts = [spec if isinstance(spec, str) else str(parse(spec)) for spec in specs]
-    return " ".join(text for text in texts if not text.startswith("input:"))
+    specs = [preprocess] if isinstance(preprocess, str) else [str(parse(spec)) for spec in preprocess]
+    return " ".join(spec for spec in specs if not spec.startswith("input:"))
 
 
 def _names_of_ultralytics(text: str | None) -> tuple[str, ...] | None:
