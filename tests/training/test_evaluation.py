@@ -246,6 +246,15 @@ def test_color_images_of_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert np.array_equal(onward.predict(stripped, files[0], **settings).arrays()["logits"], predictions["logits"][:1])
 
 
+def test_losses_of_models_with_a_fixed_batch_size() -> None:
+    y = RNG.integers(0, 3, 209)
+    z = scores(linear(4, 4, out=3), X[:209]).astype(np.float64)
+    expected = np.log(np.exp(z).sum(1)) - z[np.arange(209), y]
+    weights = np.array([1, 2, 3])[y]
+    made = evaluate(linear(4, 4, out=3), (X[:209], y), loss="ce:weight=[1,2,3]")
+    assert made.metrics["loss"] == pytest.approx((weights * expected).sum() / weights.sum(), rel=1e-5)
+
+
 def test_files_with_some_of_the_classes(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"x": X[:, 0], "churn": np.where(X[:, 0] > 0, "yes", "no").astype(object)})

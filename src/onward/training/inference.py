@@ -315,7 +315,11 @@ def _loss_function(
     objective: Objective, value: ir.Value, needed: Mapping[str, ir.Value]
 ) -> Callable[[Mapping[str, np.ndarray], Batch, int], float]:
     """Return the loss as a function of outputs and targets."""
-    inputs = [ir.Value(name=v.name, type=v.type, shape=v.shape) for v in (value, *needed.values())]
+    shapes = [v.shape and ir.Shape([None, *v.shape[1:]]) for v in (value, *needed.values())]  # rows of several batches
+    inputs = [
+        ir.Value(name=v.name, type=v.type, shape=shape)
+        for v, shape in zip((value, *needed.values()), shapes, strict=True)
+    ]
     graph = ir.Graph(inputs, [], nodes=[], name="loss", opset_imports={"": 21})
     op = Builder(graph, opset=21, names=Names(v.name or "" for v in inputs))
     result = LOSSES[objective.name].build(op, *map(op, inputs), **dict(objective.options)).named("loss").value
@@ -372,7 +376,7 @@ def _open(
         return open_data(source, labeled=labeled), with_preprocessing(model, specs)
     with default_hint("to use other operations: `--preprocess SPECS`, or `--preprocess none`"):
         asked = settings.get("columns") or {}
-        inputs |= {v.name or "": v for v in with_preprocessing(model, specs).inputs}
+        inputs = {v.name or "": v for v in with_preprocessing(model, specs).inputs} | dict(needed)
         data, resolved = open_images(by_input, model, inputs, source, asked, labeled=labeled)
     return data, with_preprocessing(model, specs | {name: p.all_specs for name, p in resolved.items()})
 
