@@ -255,6 +255,19 @@ def test_losses_of_models_with_a_fixed_batch_size() -> None:
     assert made.metrics["loss"] == pytest.approx((weights * expected).sum() / weights.sum(), rel=1e-5)
 
 
+def test_mean_losses_of_many_rows() -> None:
+    """Weights and labels that do not count are not alike in all parts of the data."""
+    x, model = RNG.normal(size=(9000, 4)).astype(np.float32), linear("N", 4, out=2)
+    y = np.sort(RNG.integers(0, 2, 9000))
+    p = np.exp(scores(model, x).astype(np.float64))
+    p /= p.sum(1, keepdims=True)
+    made = evaluate(model, (x, y), loss="ce:weight=[1,9]").metrics
+    assert made["loss"] == pytest.approx(sk.log_loss(y, p, sample_weight=np.array([1, 9])[y]), rel=1e-5)
+    y[:5000] = y[::3] = -100
+    made = evaluate(model, (x, y), loss="ce:ignore_index=-100").metrics
+    assert made["loss"] == pytest.approx(sk.log_loss(y[y >= 0], p[y >= 0], labels=[0, 1]), rel=1e-5)
+
+
 def test_files_with_some_of_the_classes(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame({"x": X[:, 0], "churn": np.where(X[:, 0] > 0, "yes", "no").astype(object)})

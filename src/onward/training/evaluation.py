@@ -182,7 +182,7 @@ def _measure(inference: Inference, metrics: Sequence[str] | None, worst: int, gr
         measured.add(first, outputs[wanted.output or ""], batch)
     measured.flush()
     results = measured.metrics.results()
-    loss = {} if inference.loss is None else {"loss": measured.total / max(measured.rows, 1)}
+    loss = {} if inference.loss is None else {"loss": measured.total / (measured.shares or 1)}
     if OF_LOSS in wanted.names:
         results[OF_LOSS] = float(np.exp(loss["loss"])) if loss else float("nan")
     if metrics is None and task == "segmentation":
@@ -222,6 +222,8 @@ class _Measured:
         self.metrics = measures.make(_MOST_KEPT)
         self.total, self.rows = 0.0, 0
         """The sum of the losses of rows, and the number of rows."""
+        self.shares = 0.0
+        """The sum of the shares of parts in the mean loss."""
         self._waiting: list[tuple[int, np.ndarray, dict[str, np.ndarray]]] = []
         self._worst: list[tuple[float, int, Any, Any]] = []
 
@@ -241,12 +243,27 @@ class _Measured:
             outputs = {name: np.concatenate([output for _, output, _ in part])}
             batch = {n: np.concatenate([targets[n] for _, _, targets in part]) for n in self._inference.targets}
             rows = len(outputs[name])
-            if self._inference.loss is not None:
-                self.total += self._inference.loss(outputs, batch, rows) * rows
+            if self._inference.loss is not None and (share := self._share(batch, rows)):
+                self.total += self._inference.loss(outputs, batch, rows) * share
+                self.shares += share
             pair = self._measures.pairs(outputs, batch, rows)
             self.metrics.add(*pair)
             if self._most or self._groups is not None:
                 self._look(first, pair)
+
+    def _share(self, batch: Mapping[str, np.ndarray], rows: int) -> float:
+        """Return what a mean loss divides by: rows, or the weights of the labels that count."""
+        objective = self._inference.objective
+        weights = objective.options.get("weight") if objective is not None else None
+        if (
+            objective is None
+            or not objective.by_number
+            or (objective.ignored is None and not isinstance(weights, list))
+        ):
+            return rows
+        labels = batch[objective.target or ""]
+        labels = labels[labels != objective.ignored] if objective.ignored is not None else labels
+        return float(np.asarray(weights)[labels].sum()) if isinstance(weights, list) else labels.size
 
     def _look(self, first: int, pair: Pair) -> None:
         """Remember the worst rows, and sums of the rows for the bootstrap."""
@@ -262,7 +279,7 @@ class _Measured:
         elif self._inference.task is not None:
             scores, labels, places = items(predictions, targets, self._measures.threshold)
             of_items = LogLoss(self._measures.threshold, self._measures.scores).losses(scores, labels)
-            of_items = of_items.reshape(len(of_items), -1).mean(1)
+            of_items = of_items.mean(tuple(range(1, of_items.ndim)))
             counts = np.maximum(np.bincount(places, minlength=len(rows)), 1)
             losses = np.bincount(places, of_items, minlength=len(rows)) / counts
             chosen = scores > (self._measures.threshold or 0) if labels.dtype == bool else scores.argmax(1)
