@@ -29,7 +29,6 @@ sys.modules["torchvision._meta_registrations"] = types.ModuleType("torchvision._
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from onward.frameworks.torch.draws import MeanDraws  # noqa: E402
 from script import Reached, Skipped, finish, outcome_of, replace_plots, tried  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
