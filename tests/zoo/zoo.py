@@ -339,7 +339,7 @@ def refusals() -> list[tuple[str, ...]]:
         reasons: dict[str, list[str]] = {}
         for route, (way, reason) in outcomes.items():
             if way != EXACT:
-                reasons.setdefault(f"{way}: {reason}", []).append(ROUTES.get(route, "all"))
+                reasons.setdefault(" ".join(f"{way}: {reason}".split()), []).append(ROUTES.get(route, "all"))
         _, family, name = key.split("/", 2)
         lines += [(f"{name} ({family})", ", ".join(routes), reason) for reason, routes in reasons.items()]
     return lines
