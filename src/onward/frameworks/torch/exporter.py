@@ -525,6 +525,8 @@ def _exporting(what: str, flat: Flat | None = None) -> Iterator[None]:
         except Error:
             raise
         except Exception as error:
+            if isinstance(error, StopIteration):  # contextlib would raise it again in place of the explanation
+                error = RuntimeError("StopIteration").with_traceback(error.__traceback__)
             raise (fault_of_example(flat) if flat is not None else None) or explain(error, what) from error
 
 
