@@ -1,4 +1,4 @@
-"""What an inference model says about itself: task, classes, columns, preprocessing, metrics.
+"""Description of an inference model in its metadata: task, classes, columns, preprocessing, metrics.
 
 `train` writes it into `metadata_props`, `evaluate` and `predict` read it. The keys are in docs/how-to/predict.md.
 Keys of exports of Ultralytics (`names`, `task`, `imgsz`) are read as well.
@@ -51,7 +51,7 @@ _MOST_COLUMNS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a model says about itself. Each field is a key of the metadata, in JSON unless it is text."""
+    """Description of a model in its metadata. Each field is a key of the metadata, in JSON unless it is text."""
 
     task: str | None = None
     loss: str | None = None

@@ -197,6 +197,18 @@ def _settle(sources: list[dict[str, Any]], targets: list[dict[str, Any]]) -> Non
         target.update({key: value for key, value in source.items() if key != "params"})
 
 
+def adafactor_direction(
+    g: Tensor, square: Tensor, state: dict[str, Any], weight: float, axes: tuple[int, int] | None
+) -> Tensor:
+    """Update the mean squares of Adafactor, and return the gradient divided by their root."""
+    if axes is None:
+        return g / state["variance"].mul_(1 - weight).add_(square, alpha=weight).sqrt()
+    small, large = axes
+    r = state["row_var"].mul_(1 - weight).add_(square.mean(large, keepdim=True), alpha=weight)
+    c = state["col_var"].mul_(1 - weight).add_(square.mean(small, keepdim=True), alpha=weight)
+    return g / (r / r.mean(small, keepdim=True)).sqrt() / c.sqrt()
+
+
 class OptaxAdafactor(ExactOptimizer):
     """Adafactor with the mean squares of the two largest axes. With β = 1 − t^decay and s = g² + ε1:
 
@@ -237,14 +249,7 @@ class OptaxAdafactor(ExactOptimizer):
         eps1, eps2 = group["eps"]
         weight = t ** group["beta2_decay"]
         square = g * g + eps1
-        axes = self.factored_axes(x.shape, group["min_dim_size_to_factor"])
-        if axes is None:
-            u = g / state["variance"].mul_(1 - weight).add_(square, alpha=weight).sqrt()
-        else:
-            small, large = axes
-            r = state["row_var"].mul_(1 - weight).add_(square.mean(large, keepdim=True), alpha=weight)
-            c = state["col_var"].mul_(1 - weight).add_(square.mean(small, keepdim=True), alpha=weight)
-            u = g / (r / r.mean(small, keepdim=True)).sqrt() / c.sqrt()
+        u = adafactor_direction(g, square, state, weight, self.factored_axes(x.shape, group["min_dim_size_to_factor"]))
         step_size = lr * max(eps2, rms(x)) / max(1.0, rms(u) / group["d"])
         x.mul_(1 - group["weight_decay"]).sub_(step_size * u)
 
@@ -280,12 +285,7 @@ class TransformersAdafactor(ExactOptimizer):
         eps1, eps2 = group["eps"]
         weight = t ** group["beta2_decay"]
         square = g * g + eps1
-        if x.dim() < 2:
-            u = g / state["variance"].mul_(1 - weight).add_(square, alpha=weight).sqrt()
-        else:
-            r = state["row_var"].mul_(1 - weight).add_(square.mean(-1, keepdim=True), alpha=weight)
-            c = state["col_var"].mul_(1 - weight).add_(square.mean(-2, keepdim=True), alpha=weight)
-            u = g / (r / r.mean(-2, keepdim=True)).sqrt() / c.sqrt()
+        u = adafactor_direction(g, square, state, weight, None if x.dim() < 2 else (-2, -1))
         step_size = lr * max(eps2, rms(x)) if group["scale_parameter"] else lr
         x.mul_(1 - group["weight_decay"] * step_size).sub_(step_size / max(1.0, rms(u) / group["d"]) * u)
 

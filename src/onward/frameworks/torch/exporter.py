@@ -473,7 +473,7 @@ def _with_derivative(function: Any, *args: Any) -> Any:
 
 
 class _Context:
-    """What `forward` of an autograd function leaves to its `backward`."""
+    """Context that `forward` of an autograd function leaves to its `backward`."""
 
     def __init__(self, needs_input_grad: Sequence[bool]):
         self.needs_input_grad = tuple(needs_input_grad)
