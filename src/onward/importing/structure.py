@@ -105,7 +105,7 @@ class _Pair:
                 if not all(np.isfinite(array).all() for array in (*results, *expected)):
                     continue
                 closest = [_closest(array, results) for array in expected]
-                self._outputs = [place for _, place in closest]
+                self._outputs = [indices for _, indices in closest]
                 gap = max((gap for gap, _ in closest), default=math.inf)
                 for scale in _SCALES if gap <= _ALIKE else ():
                     self.set_alike({}, scale)
@@ -310,8 +310,8 @@ class _Moving:
         self._is_moved = np.zeros(len(b.numbers), bool)
         for i, j in matches.items():
             ours, theirs = a.pieces[i], b.pieces[j]
-            for part in theirs.parts:
-                self._is_moved[part] = True
+            for elements in theirs.parts:
+                self._is_moved[elements] = True
             self._first[theirs.elements] = ours.elements
             if theirs.added is None and ours.added is not None:
                 self._second[theirs.elements], self._sign[theirs.elements] = ours.added, ours.sign

@@ -206,11 +206,11 @@ class WeightedGraph:
                 order = tuple(perm[axis] for axis in order)
             computed = [value for value in source.inputs if value is not None and value.producer() is not None]
             source = computed[0].producer() if computed else None
-        known = [size for size in sizes if isinstance(size, int)]
-        if source is None or order[:1] != (0,) or len(known) < len(sizes) or math.prod(known) != len(matrix):
+        static = [size for size in sizes if isinstance(size, int)]
+        if source is None or order[:1] != (0,) or len(static) < len(sizes) or math.prod(static) != len(matrix):
             return matrix
         axes = [axis - 1 for axis in sorted(range(1, len(order)), key=order.__getitem__)]
-        return matrix.reshape(*known, -1).transpose(*axes, len(known)).reshape(matrix.shape)
+        return matrix.reshape(*static, -1).transpose(*axes, len(static)).reshape(matrix.shape)
 
     def _reads(self) -> Iterator[tuple[ir.Node, int, np.ndarray]]:
         """Yield each operator that computes with a weight, the index of that input, and the elements in it."""
@@ -253,9 +253,9 @@ class WeightedGraph:
 
         indices = np.arange(len(self.numbers))
         elements = [np.where(array == -1, 0, -1) for array in passed(np.full(len(indices), -1))]
-        for place in range(0, len(indices).bit_length(), 8):  # all types have the integers below 256
-            for array, digit in zip(elements, passed(indices >> place & 255), strict=True):
-                array += np.where(array < 0, 0, digit.astype(np.int64) << place)
+        for shift in range(0, len(indices).bit_length(), 8):  # all types have the integers below 256
+            for array, digit in zip(elements, passed(indices >> shift & 255), strict=True):
+                array += np.where(array < 0, 0, digit.astype(np.int64) << shift)
         return elements
 
     def _divided(self, pieces: Sequence[Piece]) -> Iterator[Piece]:

@@ -272,8 +272,8 @@ def step_of(progress: Mapping[str, Any], optimizers: Sequence[OptimizerState]) -
 def progress_of(tree: Any) -> dict[str, Any]:
     """Return the counters of a training loop in a tree."""
     states = [mapping(tree), *(mapping(mapping(tree).get(key)) for key in LOOPS)]
-    found = ({n: state[n] for n in _COUNTERS if isinstance(state.get(n), int | float)} for state in states)
-    return next(filter(None, found), {})
+    counters = ({n: state[n] for n in _COUNTERS if isinstance(state.get(n), int | float)} for state in states)
+    return next(filter(None, counters), {})
 
 
 def mapping(tree: Any) -> Mapping[str, Any]:

@@ -123,7 +123,7 @@ def _several(model: Model, probe: bool) -> JaxTraining:
     steps = {name: one_step_of(model, index) for index, name in enumerate(step_names(model))}
     weights = {s.name: None for single, _ in steps.values() for s in states(single) if s.role in _WEIGHTS}
     parts = {name: TrainingParts(single, weights) for name, (single, _) in steps.items()}
-    objects = {name: each.objects(probe) for name, each in parts.items()}
+    objects = {name: single.objects(probe) for name, single in parts.items()}
     state: Tree = {key: {} for key in _SHARED}
     for name, (own, *_) in objects.items():
         for key, value in own.items():

@@ -123,6 +123,8 @@ def _captured(steps: Sequence[ProgramStep], carried: Value, path: str) -> list[V
     is_number = [value.array is not None and not value.array.ndim for value in outside]
     return list(
         dict.fromkeys(
-            v for v, known in zip(outside, is_number, strict=True) if not known and not v.path.startswith(path)
+            v
+            for v, is_constant in zip(outside, is_number, strict=True)
+            if not is_constant and not v.path.startswith(path)
         )
     )
